@@ -68,11 +68,8 @@ class HierarchicalCommunicator(Communicator):
         self._local = local
         self._engine = engine(layout, group, timeout)
         self.engine = self._engine.name if len(layout.hosts) == self.size else f"shared memory and {self._engine.name}"
-        sizes = sizes or Sizes.among(len(layout.hosts))
-        self._frames = Frames(layout, rank, local, self._engine, Exchanges.frame_bytes(layout, sizes))
-        self._reductions = Reductions(layout, local, self._engine, self._frames, sizes)
-        self._copies = Copies(layout, local, self._engine, self._frames, sizes)
-        self.exchanges = Exchanges(layout, rank, local, self._engine, self._frames, sizes)
+        self._frames = frames = Frames(layout, local, self._engine, sizes or Sizes.among(len(layout.hosts)))
+        self._reductions, self._copies, self.exchanges = Reductions(frames), Copies(frames), Exchanges(frames)
         try:
             self.messages = HierarchicalMessages(layout, local, group, timeout)
         except BaseException:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.engine import Engine, Transfer
+from phalanx.transports.hierarchical.engine import Transfer
 from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes, in_chunks
+from phalanx.transports.hierarchical.layout import Scratch, in_chunks
 
 __all__ = ["Copies"]
 
@@ -26,19 +25,13 @@ class Copies:
     """The copies of one group; every rank of it calls the same method, with flat tensors.
 
     In every method ``call`` is a number that is equal for equal calls.
-
-    Args:
-        layout: where the ranks are.
-        local: a communicator of the ranks of this host.
-        engine: carries bytes between hosts.
-        frames: the group's agreement.
-        sizes: at which the ways change.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine, frames: Frames, sizes: Sizes) -> None:
-        self._layout, self._local, self._engine, self._frames, self._sizes = layout, local, engine, frames, sizes
+    def __init__(self, frames: Frames) -> None:
+        self._frames, self._sizes = frames, frames.sizes
+        self._layout, self._local, self._engine = frames.layout, frames.local, frames.engine
         self._scratch = Scratch()
-        self._others = [rank for ranks in layout.hosts if ranks is not layout.here for rank in ranks]
+        self._others = [rank for ranks in self._layout.hosts if ranks is not self._layout.here for rank in ranks]
 
     # -- broadcast ---------------------------------------------------------------------------------
 

@@ -30,17 +30,14 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.engine import Engine
-from phalanx.transports.hierarchical.frames import Data, Frames
-from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes
+from phalanx.transports.hierarchical.frames import ENTRY_BYTES, Data, Frames
+from phalanx.transports.hierarchical.layout import Scratch
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import share_memory
 
 __all__ = ["Exchanges", "Parts"]
 
 _TAG, _LED_TAG = 1, 1 << 12  # of ranks; and of leaders, from there on one for each rank of a host
-_ENTRY_BYTES = 16  # of a frame, for each host: a hash of the sizes of what goes there, and where that begins
 _LINE_BYTES = 64  # areas begin at cache lines
 _copy = ctypes.memmove
 
@@ -82,22 +79,13 @@ class Parts:
 class Exchanges:
     """The exchanges of one group; every rank of it calls the same method.
 
-    Args:
-        layout: where the ranks are.
-        rank: this process's rank in the group.
-        local: a communicator of the ranks of this host.
-        engine: carries bytes between hosts.
-        frames: the group's agreement.
-        sizes: how much goes in a frame, and by the leaders.
-
     Attributes:
         memory: that of the host; made by the first exchange, because most groups have none.
     """
 
-    def __init__(
-        self, layout: Layout, rank: int, local: Communicator, engine: Engine, frames: Frames, sizes: Sizes
-    ) -> None:
-        self._layout, self._rank, self._local, self._engine, self._frames = layout, rank, local, engine, frames
+    def __init__(self, frames: Frames) -> None:
+        self._frames, self._local, self._engine, sizes = frames, frames.local, frames.engine, frames.sizes
+        self._layout = layout = frames.layout
         self._hosts = [host for host in range(len(layout.hosts)) if host != layout.host]
         self._others = [other for host in self._hosts for other in layout.hosts[host]]
         self._scratch = Scratch()
@@ -107,13 +95,8 @@ class Exchanges:
         most = max(map(len, layout.hosts))
         self._frame_bytes = sizes.exchange_bytes // len(self._hosts)
         self._led_bytes = max(self._frame_bytes // most**2, sizes.shared_bytes // most**2 if most > 1 else 0)
-        self._entries_bytes = _ENTRY_BYTES * len(layout.hosts)
+        self._entries_bytes = ENTRY_BYTES * len(layout.hosts)
         self.memory: torch.Tensor | None = None
-
-    @staticmethod
-    def frame_bytes(layout: Layout, sizes: Sizes) -> int:
-        """Return how much room an exchange needs in a frame."""
-        return sizes.exchange_bytes + _ENTRY_BYTES * len(layout.hosts)
 
     def all_to_all(self, call: int, outputs: Parts, inputs: Parts) -> None:
         """Copy part r of ``inputs`` into part ``rank`` of the ``outputs`` of rank r.
@@ -160,7 +143,8 @@ class Exchanges:
             )
             self._local.all_to_all_at(to, given, inputs.dtype)
         else:
-            _copy(outputs.addresses[self._rank], inputs.addresses[self._rank], inputs.nbytes[self._rank])
+            own = self._layout.here[0]
+            _copy(outputs.addresses[own], inputs.addresses[own], inputs.nbytes[own])
 
     def _take(self, expected: Sequence[int], addresses: Sequence[int]) -> None:
         """Copy what the leader has got for this rank into its tensors."""

@@ -25,12 +25,13 @@ from phalanx.native.core import library
 from phalanx.transports.call_check import Judgements, LinePairs, Wish
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.engine import Engine, Transfer
-from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.hierarchical.reason import CallsDiffer, Crossed
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
-__all__ = ["HEAD_BYTES", "NOTHING", "Data", "Frames", "Make"]
+__all__ = ["ENTRY_BYTES", "HEAD_BYTES", "NOTHING", "Data", "Frames", "Make"]
 
+ENTRY_BYTES = 16  # of an all_to_all, for each host: a hash of the sizes of what goes there, and where that begins
 HEAD_BYTES = 64  # before each frame's data and each verdict, so that what follows is aligned
 # The number of the frame, that of the call, the bytes of data, and the line of the program that makes the call.
 _HEAD = struct.Struct("<QqQH")
@@ -46,22 +47,22 @@ _copy = ctypes.memmove
 
 
 class Frames:
-    """The agreement of one group; every rank of it calls the same method.
+    """The agreement of one group, and what its schedules share. Every rank of it calls the same method.
 
     Args:
         layout: where the ranks are.
-        rank: this process's rank in the group.
         local: a communicator of the ranks of this host.
-        engine: carries the leaders' frames.
-        nbytes: the most data of a host.
+        engine: carries bytes between hosts.
+        sizes: at which the ways change.
     """
 
-    def __init__(self, layout: Layout, rank: int, local: Communicator, engine: Engine, nbytes: int) -> None:
-        self._local = local
+    def __init__(self, layout: Layout, local: Communicator, engine: Engine, sizes: Sizes) -> None:
+        self.layout, self.local, self.engine, self.sizes = layout, local, engine, sizes
         self._all_gather: _AllGather | None = None
         if layout.leader:
             tells = local.tells_crossing if isinstance(local, SharedMemoryCommunicator) else lambda: True
-            lines = _Lines(rank, {} if layout.host else dict(enumerate(layout.leaders)), tells)
+            lines = _Lines(layout.here[0], {} if layout.host else dict(enumerate(layout.leaders)), tells)
+            nbytes = sizes.exchange_bytes + ENTRY_BYTES * len(layout.hosts)
             self._all_gather = _AllGather(layout, engine, nbytes, lines)
         self._news = torch.empty(HEAD_BYTES, dtype=torch.uint8)
 
@@ -89,7 +90,7 @@ class Frames:
             frames = self._all_gather.exchange(call, data)
             right = frames is not None and (make is None or make(frames, address + HEAD_BYTES))
             verdict.value = call if right else ~call
-        self._local.broadcast(self._news[: HEAD_BYTES + nbytes], 0)
+        self.local.broadcast(self._news[: HEAD_BYTES + nbytes], 0)
         if verdict.value != call:
             raise CallsDiffer
         return address + HEAD_BYTES

@@ -19,10 +19,9 @@ import torch
 
 from phalanx.errors import BackendError
 from phalanx.native.core import library
-from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.engine import Engine, Transfer
+from phalanx.transports.hierarchical.engine import Transfer
 from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes, in_chunks
+from phalanx.transports.hierarchical.layout import Scratch, in_chunks
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
 __all__ = ["Reductions"]
@@ -37,19 +36,12 @@ class Reductions:
     """The reductions of one group; every rank of it calls the same method, with flat tensors.
 
     In every method ``call`` is a number that is equal for equal calls, and an average counts as a sum.
-
-    Args:
-        layout: where the ranks are.
-        local: a communicator of the ranks of this host.
-        engine: carries bytes between hosts.
-        frames: the group's agreement.
-        sizes: at which the ways change.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine, frames: Frames, sizes: Sizes) -> None:
-        self.layout, self.local, self.engine = layout, local, engine
+    def __init__(self, frames: Frames) -> None:
+        self.layout, self.local, self.engine = frames.layout, frames.local, frames.engine
         self.scratch = Scratch()
-        self._frames, self._sizes = frames, sizes
+        self._frames, self._sizes = frames, frames.sizes
 
     def all_reduce(self, call: int, flat: torch.Tensor, op: int) -> None:
         """Reduce for all ranks. 2 (H-1)/H S each way; with two hosts, which exchange their slices whole, that is S."""
