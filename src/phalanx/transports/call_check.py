@@ -2,8 +2,7 @@
 
 A call is one number, which is equal on all ranks that make the same call. Two lines that ranks have called in different
 orders are a mistake that equal calls hide. The core notices it (``native/csrc/collectives/line_order.h`` has the rule).
-What is left to decide here is whether the two lines are two arms of one branch, which ranks may well take in turns; and
-whether the user wants a warning or an error.
+Here is decided whether the lines are arms of one branch, which ranks may take in turns, and whether it is an error.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, ke
 
 
 def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> int:
-    """The number that the ranks compare: the same on all ranks that make the same call.
-
-    Only numbers go into it, since Python gives a text another hash in each process.
+    """The number that the ranks compare. Of numbers alone: Python gives a text another hash in each process.
 
     Args:
         name: one of ``COLLECTIVES``.
@@ -71,14 +68,7 @@ class Wish:
 
     @staticmethod
     def read(said: str | None = None) -> str:
-        """The user's.
-
-        Args:
-            said: the variable's value; by default that of this process.
-
-        Raises:
-            InitializationError: the variable has another value.
-        """
+        """The user's, given the variable's value; by default that of this process."""
         said = Wish.said() if said is None else said
         wish = said.lower() or Wish.WARN
         if wish not in (Wish.IGNORE, Wish.WARN, Wish.ERROR):
@@ -89,14 +79,7 @@ class Wish:
 
 
 class Judgements:
-    """How often crossed lines of a group are judged yet: after a warning not at all.
-
-    Args:
-        wish: what the user wants.
-
-    Attributes:
-        left: how often.
-    """
+    """How often crossed lines of a group are judged yet: ``left``, which is 0 after a warning."""
 
     def __init__(self, wish: str) -> None:
         self._warns = wish == Wish.WARN
@@ -145,11 +128,9 @@ class LinePairs:
 
 @dataclass(frozen=True)
 class CrossedLines:
-    """What two ranks have called in different orders, in words that are the same on both.
+    """Two lines that the ranks ``low`` and ``high`` have called in different orders, in the same words on both.
 
-    Attributes:
-        low, high: the ranks.
-        calls: the two lines, as ``file:line``, each with which call of either rank it was.
+    ``calls`` are the lines, as ``file:line``, each with which call of either rank it was.
     """
 
     low: int
@@ -171,12 +152,7 @@ class CrossedLines:
 
 
 def crossed_lines(found: Crossing, own: int, peer: int) -> CrossedLines | None:
-    """What the core has found; None if the lines are two arms of one branch.
-
-    Args:
-        found: what that is; its ``peer`` is not read.
-        own, peer: what to call this rank and the other one.
-    """
+    """What the core has found of these two ranks; None if the lines are two arms of one branch."""
     sites = [place_of(line) for line in found.lines]
     if all(sites) and are_alternatives(*sites):
         return None

@@ -43,18 +43,10 @@ _copy = ctypes.memmove
 
 
 class Parts:
-    """The parts that one rank sends, or the places of those that it gets: one for each rank, one behind the other.
+    """The parts that one rank sends, or the places of those that it gets: one for each rank.
 
-    To make a tensor of a part takes longer than to copy a small one, so most are copied by addresses.
-
-    Args:
-        whole: a contiguous tensor with all of them, or each of them.
-        counts: how many elements each has.
-
-    Attributes:
-        dtype: of all of them.
-        addresses: where each begins.
-        nbytes: how many bytes each has.
+    ``whole`` is a contiguous tensor with all of them, of ``counts`` elements each, or a list. Most are copied by their
+    ``addresses`` and ``nbytes``: to make a tensor of a part takes longer than to copy a small one.
     """
 
     def __init__(self, whole: torch.Tensor | Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> None:
@@ -77,11 +69,7 @@ class Parts:
 
 
 class Exchanges:
-    """The exchanges of one group; every rank of it calls the same method.
-
-    Attributes:
-        memory: that of the host; made by the first exchange, because most groups have none.
-    """
+    """The exchanges of one group. ``memory`` is that of the host, which the first exchange makes."""
 
     def __init__(self, frames: Frames) -> None:
         self._frames, self._local, self._engine, sizes = frames, frames.local, frames.engine, frames.sizes
@@ -99,12 +87,7 @@ class Exchanges:
         self.memory: torch.Tensor | None = None
 
     def all_to_all(self, call: int, outputs: Parts, inputs: Parts) -> None:
-        """Copy part r of ``inputs`` into part ``rank`` of the ``outputs`` of rank r.
-
-        Raises:
-            CallsDiffer, CollectiveMismatch: another rank makes another call, or sends another number of bytes than
-                its peer expects.
-        """
+        """Copy part r of ``inputs`` into part ``rank`` of the ``outputs`` of rank r; or raise CallsDiffer."""
         given, expected = inputs.nbytes, outputs.nbytes
         sources = [rank for rank in self._others if expected[rank] > self._led_bytes]
         targets = [rank for rank in self._others if given[rank] > self._led_bytes]

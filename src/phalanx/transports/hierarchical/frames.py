@@ -72,11 +72,10 @@ class Frames:
         Args:
             call: this rank's call, a number that is equal for equal calls.
             data: what this host has for others; only the leader's counts.
-            make: called on the leader if the calls are equal.
-            nbytes: how much it makes, and every rank of this host gets.
+            make: makes ``nbytes`` of the data of all hosts, on the leader, if the calls are equal.
 
         Returns:
-            Where that much lies, until the next call.
+            The address of what was made, until the next call.
 
         Raises:
             CallsDiffer: another rank makes another call, or the data does not fit together.
@@ -161,13 +160,12 @@ class _AllGather:
 class _Lines:
     """The lines of the program that the leaders' equal calls come from: two that were called in different orders.
 
-    Ranks of one host compare the lines of their calls through their segment. Between hosts the first host's leader
-    compares: whoever is out of order is so against that one, or against the leader of the own host.
+    The first host's leader compares: whoever is out of order is so against that one, or against a rank of its own host.
 
     Args:
         rank: this leader's rank in the group.
         peers: the leaders' ranks by their hosts, if this one compares; else nothing.
-        tells: whether this host is still to tell the user; called once there is something to tell.
+        tells: whether this host is still to tell the user.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, int], tells: Callable[[], bool]) -> None:

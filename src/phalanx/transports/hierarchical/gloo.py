@@ -48,10 +48,9 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
 
     Args:
         store: where its ranks exchange addresses.
-        rank, size: this process's place in the group.
-        timeout: for connecting and for every operation.
-        one_host: listen on loopback, which other hosts cannot reach. Otherwise listen on the interface that
-            GLOO_SOCKET_IFNAME or PHALANX_INTERFACE names, or on the address by which others reach this host.
+        rank, size, timeout: of the group; the timeout is also for connecting.
+        one_host: listen on loopback. Otherwise listen on the interface that GLOO_SOCKET_IFNAME or PHALANX_INTERFACE
+            names, or on the address by which others reach this host.
     """
     options = ProcessGroupGloo._Options()
     # The connections take over the timeout that holds when the group is made.
@@ -74,9 +73,6 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
 
 class GlooOnDemand:
     """A Gloo group that is made when it is first used: until then this process has none of its ports and threads.
-
-    ``made``, ``timeout`` and whether it has ended are written under a lock, which a signal handler can take again. They
-    are also read without it, because each is one reference that Python reads whole.
 
     Args:
         make: makes it, given its timeout; every rank of the group finds the others in the same place.

@@ -113,8 +113,7 @@ class _Chunk(ABC):
     """One chunk of a reduction on its way through the steps.
 
     Args:
-        group: the group's reductions.
-        op: the number of the operation.
+        group, op: the group's reductions, and the operation's number.
         slot: a number that no other chunk under way has.
         sum: where what this rank adds goes; None if it adds nothing.
         sources: by other hosts, the rank there that brings the host's part of it.
@@ -289,13 +288,9 @@ def _cut(whole: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
 
 
 def _add_into(like: torch.Tensor, op: int, parts: Sequence[int], to: int) -> bool:
-    """Combine parts, element by element, in their order; 16-bit floats in 32 bits, and rounded once.
+    """Combine parts at these addresses, element by element, in their order; 16-bit floats in 32 bits, rounded once.
 
-    Args:
-        like: as long as each part, and of its dtype.
-        op: the number of the operation.
-        parts: the addresses of the parts.
-        to: the address of the result, which overlaps none of them.
+    ``like`` is as long as each part, and of its dtype. The result goes to the address ``to`` and overlaps none of them.
     """
     pointers = (ctypes.c_void_p * len(parts))(*parts)
     status = library().phx_combine(pointers, len(parts), to, like.numel(), DTYPE_NUMBERS[like.dtype][0], OP_NUMBERS[op])

@@ -1,16 +1,13 @@
 """The agreement of an MPI group's ranks before each collective: they wait for each other, and compare their calls.
 
-MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
-makes is waited for without end. So the ranks first reduce four numbers to their minima: a fingerprint of the call and
-its complement, which show whether all calls are equal, and two for the lines from which they are made. The reduction is
-a persistent one (of MPI 4), which takes about a microsecond. It is tested for and not waited for in MPI, so that a
+MPI itself compares nothing. So the ranks first reduce four numbers to their minima: a fingerprint of the call and its
+complement, which show whether all calls are equal, and two for the lines from which they are made. The reduction is a
+persistent one (of MPI 4), which takes about a microsecond. It is tested for and not waited for in MPI, so that a
 timeout and Ctrl-C end it.
 
 A rank may still have timed out after it has taken part; it then sent a notice, so each rank checks for notices next. (A
-notice still in flight is missed. That window is not closed; the operation then waits until the job ends.)
-
-After that comes MPI's own blocking operation, which can be kept waiting by nothing but a death, and mpiexec ends the
-job on a death.
+notice still in flight is missed: the operation then waits until the job ends.) After that comes MPI's own blocking
+operation, which nothing keeps waiting but a death, and mpiexec ends the job on a death.
 
 PHALANX_MPI_CHECK=0, on rank 0, leaves all this out.
 """
@@ -74,8 +71,7 @@ class Agreement:
     ============= =============================== ============
 
     Args:
-        runtime: MPI under way.
-        comm: the group's communicator.
+        runtime, comm: MPI under way, and the group's communicator.
         members: the group's ranks, in the world.
         key: the group's name in notices; equal on every member.
         timeout_s: how long to wait for the others.
@@ -83,7 +79,6 @@ class Agreement:
     Attributes:
         checks: whether calls are compared at all.
         broken: the error after which the ranks are out of step; every further call raises it.
-        timeout_s: how long to wait for the others.
         sequence: how many comparisons this rank has begun.
         aborted: whether :meth:`abort` has been called.
     """
@@ -133,11 +128,7 @@ class Agreement:
         op: int = -1,
         root: int = -1,
     ) -> None:
-        """Call an operation of MPI when every rank has come with the same call.
-
-        Args:
-            operation, arguments: what to call.
-            name, tensor, op, root: the call to be compared; what it does not have is left out.
+        """Call an operation of MPI when every rank has come with the same call: the last four, if it has them.
 
         Raises:
             CollectiveMismatch: the calls differ; every rank raises it, with the calls of all.
@@ -216,11 +207,7 @@ class Agreement:
             raise self._differ(with_site(exchange_text(dtype, sent, expected)))
 
     def _ended(self, error: BaseException, call: _Call) -> None:
-        """Take note that an exception ends a call of this rank.
-
-        Raises:
-            PeerLost: MPI has failed.
-        """
+        """Take note that an exception ends a call of this rank; PeerLost if it is one of MPI's."""
         if self.broken is not None or isinstance(error, PhalanxError):
             return  # it is the group's error already, or a refusal that all ranks raise
         text = _text(call)
@@ -243,11 +230,7 @@ class Agreement:
         )
 
     def abort(self, interrupted_in: str = "") -> None:
-        """End the operation under way, on every rank, from any thread.
-
-        Args:
-            interrupted_in: the call that an exception has interrupted, if it is one; else the program wants it so.
-        """
+        """End the operation under way, on every rank, from any thread; an exception has interrupted this call."""
         self.aborted = True
         if self._runtime.usable:
             self._give_up("interrupted" if interrupted_in else "abort", interrupted_in or "destroying it")
@@ -264,13 +247,7 @@ class Agreement:
             self._free()
 
     def check_message(self, text: Callable[[], str], peer: int | None, waited: float) -> None:
-        """Raise if a message cannot come any more.
-
-        Args:
-            text: the message, for the error.
-            peer: the other rank in the group; None for any.
-            waited: for how long, in seconds.
-        """
+        """Raise if a message from or to this rank, or any, cannot come any more, after so many seconds."""
         if self.broken is not None:
             raise self.broken
         if self.aborted:
@@ -308,15 +285,9 @@ class Agreement:
                 self._check_notices(call, waited)
 
     def _check_notices(self, call: _Call, waited: float, *, came_late: bool = False) -> None:
-        """Raise if the other ranks will not finish the operation that this rank waits in.
+        """Raise if the other ranks will not finish the operation that this rank has waited in for so many seconds.
 
-        Args:
-            call: what this rank waits in.
-            waited: for how long, in seconds.
-            came_late: all ranks have come, so a rank that has given up did so before this one came.
-
-        Raises:
-            PeerLost: a rank has left, or gave up. CollectiveTimeout: the group's timeout has passed.
+        ``came_late``: all ranks have come, so one that has given up did so before this one came.
         """
         notice = self._notices.about(self.key, self.sequence, self._members)
         if notice is not None:

@@ -32,24 +32,16 @@ NAP_S = 0.002
 
 
 class Elsewhere(Protocol):
-    """The ranks of a group that are on other hosts, as its messages need them. Any thread may ask.
-
-    Attributes:
-        undialled: the ranks that this one has not dialled yet.
-    """
+    """The ranks of a group that are on other hosts, as its messages need them. Any thread may ask."""
 
     undialled: Set[int]
 
     def dial(self, peer: int) -> None:
-        """Connect to a rank in the background, as there is a message for it. BackendError if no thread can do so."""
+        """Connect to a rank that is not dialled yet in the background, as there is a message for it."""
         ...
 
     def look_for(self, peer: int | None, *, if_gone: bool = False) -> None:
-        """Find out whether a rank that a message does not come from, or any, is there: it is dialled, too.
-
-        Args:
-            if_gone: only if it is known to have gone, so that the message ends.
-        """
+        """Dial a rank that a message does not come from, or any, to know whether it is there; or if it has gone."""
         ...
 
     def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
@@ -60,12 +52,9 @@ class Elsewhere(Protocol):
 class Mailbox:
     """The messages of one group, and the one way to its handle for threads that are not in a collective.
 
-    ``with mailbox as comm`` gives any thread the handle for a call of the core; 0 once the group is closed. It
-    first appends to ``inside``, and then reads ``comm`` and ``ended``. The thread that closes the group sets
-    ``ended``, clears ``comm``, and waits until nobody is inside. So a thread finds that the group is closed, or is
-    waited for. (A list's append and pop are atomic.)
-
-    In a forked child the group counts as closed, since the handle's memory is shared with the parent.
+    ``with mailbox as comm`` gives any thread the handle for a call of the core; 0 once the group is closed, as it is in
+    a forked child. It first appends to ``inside``, then reads ``comm``. The thread that closes the group clears
+    ``comm``, and waits until nobody is inside. (A list's append and pop are atomic.)
 
     Args:
         comm: the core's handle of the group.
@@ -146,11 +135,7 @@ class Mailbox:
                 self._finished = self.core.phx_messages_rest(comm, self._finished)
 
     def end(self, in_order: bool = False) -> None:
-        """Let no message move any more, and end every wait for one.
-
-        Args:
-            in_order: tell the ranks of other hosts that this one has left.
-        """
+        """Let no message move any more, and end every wait; ``in_order`` tells other hosts that this rank has left."""
         with self as comm:
             if comm and not self.ended:
                 self.ended = True
@@ -167,8 +152,7 @@ class Mailbox:
         """Wait until no thread has the handle any more; the messages have been ended.
 
         Returns:
-            False if one stays inside: it waits for a message, and a signal handler that has interrupted it destroys the
-            group, so it cannot come back before this returns.
+            False if one stays inside: a signal handler that has interrupted it destroys the group.
         """
         self.comm = 0
         patience = time.monotonic() + LEAVING_S
