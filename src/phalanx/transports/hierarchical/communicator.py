@@ -64,8 +64,7 @@ class HierarchicalCommunicator(Communicator):
         engine: Callable[[Layout, GroupAbort, timedelta], Engine] = Engine,
     ) -> None:
         self.rank, self.size = rank, sum(map(len, layout.hosts))
-        self._layout = layout
-        self._local = local
+        self._layout, self._local, self._group = layout, local, group
         self._engine = engine(layout, group, timeout)
         self.engine = self._engine.name if len(layout.hosts) == self.size else f"shared memory and {self._engine.name}"
         self._frames = frames = Frames(layout, local, self._engine, sizes or Sizes.among(len(layout.hosts)))
@@ -87,7 +86,7 @@ class HierarchicalCommunicator(Communicator):
             reason.join(timeout.total_seconds())
             tell_of_failure(reason)
         except BaseException:
-            reason.depart()
+            group.close()
             self.messages.give_up()
             self._engine.close()
             raise
@@ -200,7 +199,7 @@ class HierarchicalCommunicator(Communicator):
         return self.messages.threads() + self._engine.threads()
 
     def give_back(self) -> None:
-        self._reason.depart()
+        self._group.close()
 
     def group_fails(self, error: BaseException, cause: str) -> None:
         self._reason.script_fails(error, cause)
@@ -222,7 +221,7 @@ class HierarchicalCommunicator(Communicator):
         self.messages.close()
         self._engine.close(in_order=not self._reason.fails)
         self._local.close()
-        self._reason.depart()
+        self._group.close()
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -74,11 +74,11 @@ class Messages(Protocol):
     """The messages of a group, as far as its end concerns them. Any thread may ask, and no answer waits for a rank."""
 
     def awaited(self) -> Collection[int]:
-        """The ranks of other hosts that somebody waits for a message of, or to."""
+        """List the ranks of other hosts that somebody waits for a message of, or to."""
         ...
 
     def doing(self, about: Collection[int]) -> str:
-        """The message that this rank is in, with its line, rather one with these ranks; empty if there is none."""
+        """Describe the message that this rank is in, rather one with these ranks; empty if there is none."""
         ...
 
 
@@ -111,6 +111,7 @@ class Reason:
         self, group: GroupAbort, layout: Layout, local: Communicator, timeout: timedelta, abort: Callable[[], None]
     ) -> None:
         self._group, self._layout, self._rank, self._size = group, layout, group.rank, len(group.ranks)
+        self._registrar = group.ranks.index(0) if 0 in group.ranks else -1  # the rank in whose process it is
         self._local = local if isinstance(local, SharedMemoryCommunicator) else None
         self._wake = weakref.WeakMethod(abort)
         self._messages: Callable[[], Messages | None] = lambda: None
@@ -143,10 +144,6 @@ class Reason:
         """This rank is in no collective any more."""
         self.inside = False
 
-    def depart(self) -> None:
-        """This rank has closed all that it had of the group."""
-        self._group.close()
-
     # -- what is known of other ranks, from any thread ---------------------------------------------
 
     def told(self) -> Fact | None:
@@ -154,16 +151,12 @@ class Reason:
         self._read_segment()
         return self._group.fact
 
-    def pid_of(self, rank: int) -> int:
-        """The process id of a rank."""
-        return self._group.pids[rank]
-
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Those of these ranks that have gone from the job, or left this group."""
         found = {}
         for rank in ranks:
             if (known := self._group.lost(rank)) is not None:
-                found[rank] = Gone(self.pid_of(rank), self._layout.name(rank), known.way, known.how or known.text)
+                found[rank] = Gone(self._group.pids[rank], self._layout.name(rank), known.way, known.how or known.text)
         return found
 
     # -- how this rank goes ------------------------------------------------------------------------
@@ -182,14 +175,7 @@ class Reason:
     # -- what it raises ----------------------------------------------------------------------------
 
     def error(self, error: BaseException, call: str, timeout_s: float, of_message: bool = False) -> BaseException:
-        """Return what this rank raises.
-
-        Args:
-            error: what it has found.
-            call: what it was doing.
-            timeout_s: the group's timeout.
-            of_message: this was a message, not a collective.
-        """
+        """Return what this rank raises, given what it has found, and in which collective or message it was."""
         fact = self._group.wait(PROMPT_S) if self._aborted() else self._group.fact
         fact = fact or self.told()
         found = fact or self._found(error, of_message)
@@ -241,8 +227,7 @@ class Reason:
             return self._late_message(error)
         if isinstance(error, TransferFailed):
             # A peer that is there has ended its transfers because of another rank.
-            registrar = self._group.ranks.index(0) if 0 in self._group.ranks else -1
-            if registrar >= 0 and (gone := self._group.lost(registrar)) is not None:
+            if self._registrar >= 0 and (gone := self._group.lost(self._registrar)) is not None:
                 return gone
             return Lost(self._rank, Way.UNKNOWN, error.peer)
         return Lost(self._rank, Way.UNKNOWN, getattr(error, "group_rank", -1), self._here(error))
@@ -277,8 +262,7 @@ class Reason:
     def _positions(self, told: Sequence[Position] | None, call: str, of_message: bool) -> Mapping[int, Position]:
         """Return where the ranks are, as the registrar has told, or else as far as this rank knows."""
         if told is None:  # the registrar is stopped or held, or cannot be reached: of the others nothing is known
-            registrar = self._group.ranks.index(0) if 0 in self._group.ranks else -1
-            others = [rank for rank in range(self._size) if rank != registrar]
+            others = [rank for rank in range(self._size) if rank != self._registrar]
             stopped = self._stopped_here().items()
             told = [Position(rank=rank, kind="call", number=self.calls) for rank in others]
             told += [Position(rank=rank, kind="stopped", text=state) for rank, state in stopped]
@@ -306,7 +290,7 @@ class Reason:
         return msgspec.structs.replace(own, stopped=stopped)
 
     def _stopped_here(self) -> dict[int, str]:
-        states = {rank: processes.state_of(self.pid_of(rank)) for rank in self._layout.here if rank != self._rank}
+        states = {rank: processes.state_of(self._group.pids[rank]) for rank in self._layout.here if rank != self._rank}
         return {rank: _STOPPED[state] for rank, state in states.items() if state in _STOPPED}
 
     # -- for the membership ------------------------------------------------------------------------
@@ -344,7 +328,7 @@ class Reason:
     def _how_ended(self, rank: int) -> Departed | None:
         """Return how the process of a rank of this host has ended; None while it has not. The group is of all ranks."""
         own = self._group.ranks.index(rank)
-        return self._how_gone(own) if processes.state_of(self.pid_of(own)) in ("", "Z", "X") else None
+        return self._how_gone(own) if processes.state_of(self._group.pids[own]) in ("", "Z", "X") else None
 
     def _how_gone(self, rank: int) -> Departed | None:
         """Return how a rank of this host has gone from it; None if it has not, or nothing is known."""
@@ -353,7 +337,7 @@ class Reason:
             return None
         known: dict[str, Any] = {"text": gone.text}
         if gone.way == Way.ENDED:
-            ended = self._local.ended(place, self.pid_of(rank))
+            ended = self._local.ended(place, self._group.pids[rank])
             known = {name: ended[name] for name in Departed.__struct_fields__ if name in ended and name != "rank"}
             known["text"] = ended["how"]
         return Departed(rank=self._group.ranks[rank], way=gone.way, **known)
@@ -362,8 +346,8 @@ class Reason:
 class PresentCall:
     """The collective that this rank is in, for errors. Used in a ``with``: what is raised there breaks the group.
 
-    It is written by the thread that makes the call, of which there is one at a time. The call before is kept as well:
-    inside a host, a rank that need not wait for another one learns in the next call that their calls differ.
+    One thread at a time makes calls, and writes this. The call before is kept as well: a rank that need not wait for
+    those of its host learns in the next call that their calls differ.
     """
 
     def __init__(self, reason: Reason, timeout: timedelta, local: SharedMemoryCommunicator | None) -> None:
@@ -409,20 +393,13 @@ class PresentCall:
         return self._local is not None and self._local.differs_late and self._before is not None
 
     def error_of_message(self, error: BaseException, message: str) -> PhalanxError:
-        """Return what a message raises, given what was found, and the message with its line; it breaks the group.
-
-        Any thread may call it.
-        """
+        """Return what a message raises, given what was found, and the message; any thread may call it."""
         self._has_told = True
         found = self._reason.error(error, message, self.timeout_s, of_message=True)
         return found if isinstance(found, PhalanxError) else PeerLost(str(found))
 
     def compare_last(self, patience_s: float) -> None:
-        """Compare the last calls of the ranks, which no later call will, before this one leaves the group.
-
-        The leaders of the hosts compare every call before it is done, so only what the ranks beside them called can be
-        unknown then. A host's ranks compare that through the memory that they share.
-        """
+        """Compare the last calls of the ranks of this host; the leaders have compared theirs before a call is done."""
         if self._error is not None or self._has_told or not self._reason.calls:
             return
         found = self._difference(patience_s)
@@ -462,8 +439,7 @@ class PresentCall:
         self._error = self._reason.error(error, text, self.timeout_s)
         self._reason.end()
         if self._error is not error:
-            # What Phalanx found itself is in the words of the error. An error among the ranks of this host would name
-            # their part of the call, such as the reduce in an all_reduce.
+            # An error among the ranks of this host names their part of the call, such as the reduce in an all_reduce.
             inner = isinstance(error, (Crossed, CallsDiffer, TransferFailed, PhalanxError))
             raise self._error from (None if inner else error)
 

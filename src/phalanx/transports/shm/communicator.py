@@ -97,7 +97,7 @@ class SharedMemoryCommunicator(Communicator):
         self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
         self._told = False  # whether this rank has raised the error of the broken group
         # The last call that returned before every other rank had confirmed it, as a broadcast's root does: if it does
-        # not match, the error of a later call must name it. (Call site, function that writes the text, its arguments), or,
+        # not match, the error of a later call must name it. (Call site, function that writes the text, arguments), or,
         # from c10d/quick.py, a function that returns these three. One assignment replaces it whole.
         self._unheard: _Unheard | Callable[[], _Unheard | None] | None = None
 
