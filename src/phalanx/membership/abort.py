@@ -32,7 +32,6 @@ from phalanx.membership.protocol import (
     Leave,
     Left,
     Lost,
-    Meet,
     Message,
     Position,
     Positions,
@@ -79,7 +78,6 @@ class GroupAbort:
     ``fact``        any thread, once   any thread   ``membership.changed``
     ``pids``        the loop, once     any thread   one reference
     ``_left``       the loop           any thread   one step of Python's
-    ``_met``        the loop           any thread   one step of Python's
     ``_positions``  the loop, once     any thread   one reference
     ==============  =================  ===========  =========================
 
@@ -104,7 +102,6 @@ class GroupAbort:
         self._stores: dict[str, Store] = {}
         self._others_addresses: dict[tuple[str, int], bytes] = {}
         self._left: set[int] = set()
-        self._met: set[int] = set()
         self._positions: list[Position] | None = None
         self._ended = self._closed = False
 
@@ -186,22 +183,6 @@ class GroupAbort:
             was_in_it=gone.was_in_it,
         )
 
-    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> bool:
-        """Wait until another rank comes to connect with this one as well; return whether it does.
-
-        It does not if it has gone, the group is broken, the time is over, or ``over``. Without the registrar nobody
-        knows, so that is taken for granted.
-        """
-        self.membership.send(Meet(self.name, peer))
-
-        def known() -> bool:
-            return peer in self._met or over() or self.fact is not None or self.is_gone(peer)
-
-        clock = AwakeClock()
-        while not self.membership.wait_for(known, 0.1) and self.membership.connected and clock.now() < timeout_s():
-            pass
-        return peer in self._met or not (known() or self.membership.connected)
-
     # -- the first fact, from any thread -----------------------------------------------------------
 
     def publish(self, fact: Fact, *, departs: bool = False) -> Fact:
@@ -264,8 +245,6 @@ class GroupAbort:
             self._note_address(message.name, message.rank, message.address)
         elif isinstance(message, Left):
             self._left.update(rank for name, rank in message.ranks if name == self.name)
-        elif isinstance(message, Meet):
-            self._met.add(message.peer)
         elif isinstance(message, Positions):
             self._positions = message.ranks
         elif isinstance(message, Broken):

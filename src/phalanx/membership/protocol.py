@@ -1,6 +1,6 @@
 """Messages between a rank and the registrar, and the facts that they carry.
 
-Ranks are those of the membership, except in facts, positions, ``Left``, ``Meet`` and ``Address``: those of the group.
+Ranks are those of the membership, except in facts, positions, ``Left`` and ``Address``: those of the group.
 Nobody reads a sentence out of a fact.
 """
 
@@ -118,13 +118,6 @@ class Address(_Struct, frozen=True):
     address: bytes
 
 
-class Meet(_Struct, frozen=True):
-    """The sender is ready to connect with ``peer``, to which this is handed on with the sender as ``peer``."""
-
-    group: str
-    peer: int
-
-
 class Leave(_Struct, frozen=True):
     """The sender has left a group in order."""
 
@@ -216,7 +209,7 @@ class Answer(_Struct, frozen=True):
     snapshots: list[Any]
 
 
-OfGroup: TypeAlias = Joined | Address | Meet | Leave | Broken | Position | Positions
+OfGroup: TypeAlias = Joined | Address | Leave | Broken | Position | Positions
 Message: TypeAlias = Join | OfGroup | Left | Departed | Silent | WhoKnows | Ask | Answer
 
 encode = msgspec.msgpack.Encoder().encode

@@ -33,7 +33,6 @@ from phalanx.membership.protocol import (
     Leave,
     Left,
     Lost,
-    Meet,
     Message,
     OfGroup,
     Position,
@@ -255,8 +254,6 @@ class Registrar:
             self._gather(group)
         elif isinstance(message, Address):
             self._push(group.ranks, message)
-        elif isinstance(message, Meet):
-            self._push([group.ranks[message.peer]], Meet(group.name, own))
         elif isinstance(message, Position):
             if message.kind != "place" or group.positions.get(own, message).kind in ("place", "stopped"):
                 group.positions[own] = message
