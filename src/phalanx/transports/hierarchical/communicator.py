@@ -159,10 +159,10 @@ class HierarchicalCommunicator(Communicator):
     # -- messages and life -------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self.messages.send(tensor, peer, tag)
+        return self.messages.mailbox.send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        return self.messages.recv(tensor, peer, tag)
+        return self.messages.mailbox.recv(tensor, peer, tag)
 
     def rest(self) -> None:
         self.messages.mailbox.rest()

@@ -11,22 +11,19 @@ import ctypes
 from collections.abc import Callable, Collection
 from datetime import timedelta
 
-import torch
-
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_site
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
 from phalanx.native.core import End, SeenMessage, Status
-from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.connections import RemoteMail
 from phalanx.transports.hierarchical.engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.reason import EndsDiffer, Reason
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import MessageEnd
-from phalanx.transports.shm.numbers import DTYPES
 
 __all__ = ["HierarchicalMessages"]
 
@@ -60,12 +57,6 @@ class HierarchicalMessages(RemoteMail):
             break_group: makes the error for a group that is broken, or is to be, of what was found and the message.
         """
         self._reason, self._break_group = reason, break_group
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self.mailbox.send(tensor, DTYPES[tensor.dtype], peer, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        return self.mailbox.recv(tensor, DTYPES[tensor.dtype], peer, tag)
 
     def dial(self, peer: int) -> None:
         try:

@@ -278,10 +278,10 @@ class SharedMemoryCommunicator(Communicator):
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self._mailbox.send(tensor, DTYPES[tensor.dtype], peer, tag)
+        return self._mailbox.send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        return self._mailbox.recv(tensor, DTYPES[tensor.dtype], peer, tag)
+        return self._mailbox.recv(tensor, peer, tag)
 
     def rest(self) -> None:
         self._mailbox.rest()

@@ -24,6 +24,7 @@ from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, l
 from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
 from phalanx.transports.contract import GLANCE_S, SENT, Message
+from phalanx.transports.shm.numbers import DTYPES
 
 __all__ = ["Elsewhere", "Mailbox", "SharedMemoryMessage"]
 
@@ -100,25 +101,25 @@ class Mailbox:
             broken = comm and self.core.phx_breakage(comm, ctypes.byref(why))
         return why if broken else Breakage()
 
-    def send(self, tensor: torch.Tensor, dtype: int, peer: int, tag: int) -> Message:
-        """Start sending; most small messages are done at once. ``dtype`` is the core's number."""
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        """Start sending; most small messages are done at once."""
         with self as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
-            what = (comm, tensor.data_ptr(), _end(tensor, dtype), peer, tag & 0xFFFFFFFF)
+            what = (comm, tensor.data_ptr(), _end(tensor), peer, tag & 0xFFFFFFFF)
             if self.core.phx_send_now(*what):
                 return SENT
             if self.elsewhere is not None and peer in self.elsewhere.undialled:
                 self.elsewhere.dial(peer)
             return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
 
-    def recv(self, tensor: torch.Tensor, dtype: int, peer: int | None, tag: int) -> Message:
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         """Start receiving."""
         with self as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
             source = ANY_SOURCE if peer is None else peer
-            handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor, dtype), source, tag & 0xFFFFFFFF)
+            handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor), source, tag & 0xFFFFFFFF)
             return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
 
     def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
@@ -161,9 +162,9 @@ class Mailbox:
         return not self.inside
 
 
-def _end(tensor: torch.Tensor, dtype: int) -> object:
+def _end(tensor: torch.Tensor) -> object:
     """This rank's end of a message that its program starts now, as the core reads it in the call."""
-    return byref(End(tensor.nbytes, dtype, recorder.number_here()))
+    return byref(End(tensor.nbytes, DTYPES[tensor.dtype], recorder.number_here()))
 
 
 _open: weakref.WeakSet[Mailbox] = weakref.WeakSet()
