@@ -408,6 +408,8 @@ void phx_mail_receive(phx_comm *comm, phx_message *receive)
     if (!aside) {
         phx_list_append(&comm->mail->posted, receive);
         move_all(comm);
+        if (receive->peer != PHX_ANY_SOURCE)
+            phx_remote_posted(comm, receive->peer);
     } else {
         const uint32_t src = receive->peer = aside->peer, place = comm->mail->streams[src].place;
         const int agrees = agree(receive, &aside->end);

@@ -288,6 +288,22 @@ static void watch_in(struct phx_mail *mail, uint32_t rank)
     phx_ready_watch(mail, remote->in, rank, 1, 0);
 }
 
+/* Whether a large receive of a collective is posted: it comes while the thread that will wait for it computes. */
+static int awaits_bulk(const phx_comm *comm, uint32_t src)
+{
+    const phx_message *receive = comm->spin ? NULL : comm->mail->posted.first;
+    while (receive && !(receive->peer == src && is_bulk(receive)))
+        receive = receive->next;
+    return receive != NULL;
+}
+
+void phx_remote_posted(phx_comm *comm, uint32_t src)
+{
+    const struct phx_remote *remote = comm->mail->streams[src].remote;
+    if (remote && remote->in >= 0 && !remote->in_watched && !remote->blocked && awaits_bulk(comm, src))
+        watch_in(comm->mail, src);
+}
+
 static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
 {
     struct phx_stream *stream = &comm->mail->streams[src];
@@ -368,7 +384,7 @@ void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write
         if (remote->in >= 0 && phx_mail_may_move(comm)) {
             move_arrivals(comm, rank, 1);
             /* After a message the threads that have slept look themselves, and sleep again if they have to. */
-            if (remote->in >= 0 && !remote->blocked && mail->finished == finished)
+            if (remote->in >= 0 && !remote->blocked && (mail->finished == finished || awaits_bulk(comm, rank)))
                 watch_in(mail, rank);
         }
     } else if (remote->out >= 0) {
