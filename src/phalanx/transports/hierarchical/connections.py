@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+from phalanx import settings
 from phalanx.errors import BackendError, PeerLost
 from phalanx.membership.abort import GroupAbort
 from phalanx.native.core import Status, library
@@ -64,7 +65,7 @@ class _Listener:
     def __init__(self) -> None:
         self._groups: dict[str, Admit] = {}
         self._selector = selectors.DefaultSelector()
-        listener = listen(outward_address(), 0)
+        listener = listen(_own_address(), 0)
         self.where: tuple[str, int] = listener.getsockname()[:2]
         self._door = Door(listener, job_key(), ROLE, KEEP_ALIVE, self._selector, self._admit)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -124,6 +125,12 @@ class _Listener:
             else:
                 os.close(own)
                 arrival.answer(NO)
+
+
+def _own_address() -> str:
+    """The address of the interface that is named for Phalanx, or else for Gloo; or that by which others come here."""
+    named = os.environ.get(settings.INTERFACE) or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    return outward_address(environment={**os.environ, settings.INTERFACE: named} if named else os.environ)
 
 
 _listener: _Listener | None = None
