@@ -132,19 +132,6 @@ class PeerLost(_OfRank, PhalanxError):
         return cls(f"{who} {text}, so this cannot be done: {waiting}", group_rank=group_rank, pid=pid, host=host)
 
     @classmethod
-    def left_before_failure(
-        cls, rank: int, error: str, failed: int, pid: int, waiting: str, *, left_pid: int = 0, host: str = ""
-    ) -> PeerLost:
-        """A rank has left the group in order, and another one's script failed for it with this error.
-
-        ``failed`` is that other one, of this pid; ``waiting`` says which rank needed it, and in which call. The rank
-        that left is, or was, the process ``left_pid`` on this host; 0 if that is not known.
-        """
-        text = f"rank {failed} of the group (pid {pid}) has failed while {waiting}. It failed with: {error}"
-        advice = "Every rank must make the same calls before it leaves"
-        return cls(f"{text}. {advice}", group_rank=rank, pid=left_pid, host=host)
-
-    @classmethod
     def _of(cls, rank: int, pid: int, what: str, waiting: str, remedy: str, known: dict[str, Any]) -> PeerLost:
         """``known`` has further attributes, and whether the rank ``was_in_it``, in its last operation."""
         did = did_last(known.get("last_operation", ""), within=known.pop("was_in_it", False))

@@ -114,7 +114,7 @@ def test_rank_in_another_namespace_is_waited_for_until_it_dies(name: str, inside
     assert f"has ended while rank {1 - inside} was in all_reduce" in said[1 - inside]
 
 
-def test_ranks_that_cannot_see_each_other_use_gloo_and_say_why() -> None:
+def test_ranks_that_cannot_see_each_other_use_tcp_and_say_why() -> None:
     def body(member: Member) -> str:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -125,7 +125,7 @@ def test_ranks_that_cannot_see_each_other_use_gloo_and_say_why() -> None:
         return f"{engine().partition(' (')[0]} {tensor.item()} {reasons[0] if reasons else ''}"
 
     said = two_ranks("pid and proc", 1, body)
-    assert said[1] == "Gloo 2.0 "
+    assert said[1] == "TCP 2.0 "
     assert "2 ranks share no memory (rank 1: " in said[0]
     assert said[0].endswith("; they communicate as between hosts")
 

@@ -23,7 +23,8 @@ from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
 from phalanx.membership.abort import GroupAbort
-from phalanx.transports.hierarchical.gloo import GlooEngine
+from phalanx.transports.hierarchical import communicator
+from phalanx.transports.hierarchical.messages import HierarchicalMessages
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 
@@ -120,7 +121,11 @@ def test_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: in
 
 @pytest.mark.parametrize(
     ("where", "step"),
-    [(create, "GlooEngine"), (GroupAbort, "join"), pytest.param(create, "quicken_messages", marks=long)],
+    [
+        (communicator, "HierarchicalMessages"),
+        (GroupAbort, "join"),
+        pytest.param(create, "quicken_messages", marks=long),
+    ],
 )
 def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, step: str) -> None:
     """Its error may be kept, and with it whatever its frames hold."""
@@ -132,8 +137,8 @@ def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, 
         make = getattr(where, step)
 
         def fail(*arguments: Any, **options: Any) -> None:
-            if isinstance(made := make(*arguments, **options), GlooEngine):
-                made.close()
+            if isinstance(made := make(*arguments, **options), HierarchicalMessages):
+                made.give_up()
             raise InitializationError("a rank has gone")
 
         before, threads = descriptors(), set(threading.enumerate())

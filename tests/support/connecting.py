@@ -11,7 +11,6 @@ from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Membership
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import GlooEngine, GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
@@ -22,11 +21,6 @@ __all__ = ["PLACEMENTS", "over_hosts"]
 TIMEOUT = timedelta(seconds=60)
 # The large tensors of the tests go through a few chunks, and past the memory that the ranks of a host share.
 SIZES = Sizes(frame_bytes=4_000, exchange_bytes=4_000, chunk_bytes=6_000, shared_bytes=30_000)
-
-
-def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> GlooOnDemand:
-    """Gloo on loopback."""
-    return GlooOnDemand(lambda limit: lazy_gloo(store, rank, size, limit, one_host=True), timeout)
 
 
 # How ranks are placed on hosts.
@@ -52,8 +46,7 @@ def over_hosts(
         local = SharedMemoryCommunicator(
             own, layout.local, len(layout.here), timeout, Tuning(4096, stream_bytes=3000), layout.here
         )
-    lanes = GlooEngine(_gloo(PrefixStore("lanes", store), rank, size, timeout), timeout)
     hosts = [host_of(each, size) for each in range(size)]
     membership = Membership.meet(PrefixStore("group", store), rank, hosts, [f"host {host}" for host in hosts], timeout)
     group = GroupAbort(membership, "group", range(size))
-    return HierarchicalCommunicator(layout, rank, local, lanes, group, timeout, SIZES)
+    return HierarchicalCommunicator(layout, rank, local, group, timeout, SIZES)

@@ -86,14 +86,6 @@ def test_rank_that_does_not_answer_is_missing_among_positions(ranks: list[Rank])
         assert {found.rank: found.text for found in each.group.positions() or ()} == {0: "call of 0", 1: "call of 1"}
 
 
-def test_ranks_meet_unless_one_has_gone(ranks: list[Rank]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        met = [pool.submit(ranks[each].group.meet, 1 - each, lambda: 60.0, lambda: False) for each in (0, 1)]
-        assert [each.result() for each in met] == [True, True]
-    ranks[2].cut()
-    assert not ranks[0].group.meet(2, lambda: 60.0, lambda: False)
-
-
 def test_ranks_go_by_their_own_facts_without_the_registrar(ranks: list[Rank]) -> None:
     ranks[0].group.close()
     assert soon(lambda: ranks[1].group.has_left(0) and ranks[2].group.has_left(0))

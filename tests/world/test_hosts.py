@@ -205,7 +205,7 @@ def test_ranks_started_by_hand_on_each_host_meet(pair: Pair) -> None:
     hosts = (0, 1, 0, 1, 1)
     ended = pair.succeed(*(pair.rank(host, rank, 5) for rank, host in enumerate(hosts)))
     check(json.loads(ended[0].out), hosts)
-    assert "5 ranks, started by env, phalanx over shared memory and Gloo" in ended[0].err
+    assert "5 ranks, started by env, phalanx over shared memory and TCP" in ended[0].err
     note = f"phalanx: note: the join is open: every process that reaches 10.213.77.1 port {PORT} can join"
     assert note in ended[0].err
     assert "PHALANX_KEY_FILE" not in ended[1].err
@@ -218,7 +218,7 @@ def test_torchrun_once_on_each_host(pair: Pair) -> None:
     runs = [pair.start(host, [sys.executable, *words, "--node-rank", str(host), str(pair.script)]) for host in (0, 1)]
     ended = pair.succeed(*runs)
     check(json.loads(ended[0].out), (0, 0, 1, 1))
-    assert "4 ranks, started by torchrun, phalanx over shared memory and Gloo" in ended[0].err
+    assert "4 ranks, started by torchrun, phalanx over shared memory and TCP" in ended[0].err
 
 
 @pytest.mark.parametrize("address", ["fd77:a:b::1", pytest.param("10.213.77.1", marks=pytest.mark.long)])
@@ -229,7 +229,7 @@ def test_ranks_meet_by_number_on_an_interface_with_a_key(pair: Pair, address: st
     given = {"MASTER_ADDR": address, "PHALANX_INTERFACE": "eth0", "PHALANX_KEY_FILE": str(key)}
     ended = pair.succeed(*(pair.rank(rank, rank, 2, **given, **node(rank)) for rank in (0, 1)))
     check(json.loads(ended[0].out), (0, 1))
-    assert "2 ranks, started by env, phalanx over Gloo" in ended[0].err
+    assert "2 ranks, started by env, phalanx over TCP" in ended[0].err
     assert "the join is open" not in ended[0].err
 
 
@@ -273,8 +273,8 @@ def test_everything_between_hosts_goes_by_the_chosen_interface(pair: Pair) -> No
         own = f"10.213.78.{rank // 2 + 1}"
         listening = [here for kind, here, _ in ends if kind == "listens"]
         assert set(listening) == {own}
-        # Rank 0 has the store and the registrar; each rank has Gloo for lanes, and Gloo for messages.
-        assert len(listening) == 2 + 2 * (rank == 0)
+        # Rank 0 has the store and the registrar; each rank lets others in for collectives and messages.
+        assert len(listening) == 1 + 2 * (rank == 0)
         connected = {(here, there) for kind, here, there in ends if kind == "connected"}
         assert {here for here, _ in connected} == {own}
         assert {there for _, there in connected} <= {"10.213.78.1", "10.213.78.2"}

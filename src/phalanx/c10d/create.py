@@ -16,7 +16,6 @@ from phalanx import settings
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
-from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.errors import InitializationError
 from phalanx.membership.abort import GroupAbort, address_key
@@ -26,7 +25,7 @@ from phalanx.membership.rendezvous_store import RendezvousStore, time_left
 from phalanx.system.threads import renew_engine
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooEngine, GlooOnDemand, lazy_gloo
+from phalanx.transports.hierarchical.gloo import AttachedGloo, GlooOnDemand, lazy_gloo
 from phalanx.transports.hierarchical.layout import find_hosts, said_by_all
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import process_ids
@@ -123,25 +122,16 @@ def create_process_group(
         members = GroupAbort(membership, f"{name}/{reason.meeting}", members_of)
         made.callback(members.close)
 
-        def gloo_of(name: str) -> GlooOnDemand:
-            addresses = members.addresses(name)
+        addresses = members.addresses("gloo")
 
-            def make(timeout: timedelta) -> AttachedGloo:
-                gloo = lazy_gloo(addresses, rank, size, timeout, one_host=False)
-                members.say_address(name, addresses.get(address_key(rank)))
-                return gloo
+        def make(timeout: timedelta) -> AttachedGloo:
+            made = lazy_gloo(addresses, rank, size, timeout, one_host=False)
+            members.say_address("gloo", addresses.get(address_key(rank)))
+            return made
 
-            on_demand = GlooOnDemand(make, timeout)
-            made.callback(on_demand.release)
-            return on_demand
-
-        gloo, lanes = map(gloo_of, ("gloo", "lanes"))
-        lanes.get()  # now, so that the others know its address when all have joined
-        engine = GlooEngine(lanes, timeout)
-        made.callback(engine.close)
-
+        gloo = GlooOnDemand(make, timeout)
         said_by_all(part, "ready", rank, size, limit, "")  # the store ends this wait if one of them has gone
-        hosts = HierarchicalCommunicator(layout, rank, local, engine, members, timeout)
+        hosts = HierarchicalCommunicator(layout, rank, local, members, timeout)
         for read in (own.part("shm"), met.part("hosts"), part):
             read.clear()  # all have joined the group, so they have read all of these
         made.pop_all()
@@ -180,7 +170,6 @@ def create_process_group(
         gloo.on_timeout = communicator.set_timeout
         group = group_of(communicator, gloo)
         quicken(group, communicator)
-        tell_of_failure(communicator)
         if not ranks:
             set_world(communicator)
             group.watch_waits(dict(enumerate(process_ids(communicator.handle, size))))

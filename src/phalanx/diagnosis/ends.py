@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from phalanx.diagnosis.call_site import raised_at, shown
-from phalanx.exception import PhalanxError, chain
 from phalanx.native.core import TEXT_BYTES, library
 from phalanx.system import processes
 from phalanx.system.threads import within
@@ -38,18 +37,13 @@ _TELLING_S = 3.0  # the groups' own limits are shorter, each for itself
 class Teller(Protocol):
     """A group that tells its ranks what the core does not."""
 
-    def about_to_fail(self, error: BaseException) -> None:
-        """An exception is about to end this process's script; called before the core tells so. It must not wait."""
-
-    def script_fails(self, cause: str) -> None:
+    def script_fails(self, error: BaseException, cause: str) -> None:
         """An exception that nobody caught, or an exit with a code other than 0, ends this process's script."""
 
 
 _installed = False
 _exits_badly = False
 _has_told = False
-# Of errors that say that a rank has left a group in order: what made the error for the group, and the rank there.
-_left: weakref.WeakKeyDictionary[BaseException, tuple[weakref.ref[object], int]] = weakref.WeakKeyDictionary()
 _worker: object = None  # of multiprocessing, once its end is told
 # By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
 _tellers: weakref.WeakValueDictionary[int, Teller] = weakref.WeakValueDictionary()
@@ -123,20 +117,6 @@ def cause_of_going(error: BaseException) -> str:
     return _cause(error) if isinstance(error, (Exception, KeyboardInterrupt)) else ""
 
 
-def note_left(error: BaseException, maker: object, group_rank: int) -> None:
-    """Note that an error, new and of this package, says that a rank has left the group of its maker in order."""
-    _left[error] = weakref.ref(maker), group_rank
-
-
-def who_left(error: BaseException | None, maker: object) -> tuple[int, str] | None:
-    """The rank that has left the group of a maker, so that an error came about, and the text that says so, or None."""
-    for each in chain(error):
-        noted = _left.get(each) if isinstance(each, PhalanxError) else None  # others cannot be looked up
-        if noted is not None and noted[0]() is maker:
-            return noted[1], str(each)
-    return None
-
-
 def _tell_failure(error: BaseException) -> None:
     with contextlib.suppress(Exception):  # a __str__ that fails must not hide the error itself
         _tell(error, _cause(error))
@@ -159,14 +139,10 @@ def _cause(error: BaseException) -> str:
 def _tell(error: BaseException, cause: str) -> None:
     global _has_told
     _has_told = True
-    tellers = [teller for reference in _tellers.valuerefs() if (teller := reference()) is not None]
-    for teller in tellers:
-        with contextlib.suppress(Exception):  # the others must be told all the same
-            teller.about_to_fail(error)
     library().phx_process_fails(cause.encode()[: TEXT_BYTES - 1])
-    for teller in tellers:
-        with contextlib.suppress(Exception):
-            teller.script_fails(cause)
+    for teller in [teller for reference in _tellers.valuerefs() if (teller := reference()) is not None]:
+        with contextlib.suppress(Exception):  # the others must be told all the same
+            teller.script_fails(error, cause)
 
 
 def _worker_ends() -> None:

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from phalanx.diagnosis.recorder import open_recorder
@@ -28,7 +27,7 @@ from phalanx.native.core import Traced, Tracer, library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical import exchanges
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
-from phalanx.transports.hierarchical.gloo import GlooEngine, GlooOnDemand, Transfer, lazy_gloo
+from phalanx.transports.hierarchical.engine import Engine, Transfer
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.operands import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -42,7 +41,7 @@ _TIMEOUT = timedelta(seconds=60)
 _SHIFT = 20  # bits for the ranks that have contributed
 _FIRST = 1 << 22  # the number of the first element, so large that no counter or hash of a call looks like one
 _SAMPLES = 2048
-_HEAD_BYTES = 64  # of a verdict, of a leader's message and of a frame in it (``frames.py``)
+_HEAD_BYTES = 64  # of a verdict, and of a leader's frame (``frames.py``)
 
 Cell = tuple[int, int]  # the number of a block, and a bit for each rank that has contributed to it
 Kept = tuple[tuple[Cell, ...], ...]  # what lies in each block of a tensor
@@ -188,25 +187,23 @@ class _Inside(SharedMemoryCommunicator):
         self.notes.head = 0
 
 
-class _TracedEngine(GlooEngine):
+class _TracedEngine(Engine):
     """Tell what it carries. The leaders' frames, which have the tag 0, begin with a line about the call."""
 
     notes: _Notes
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         address, turn = tensor.data_ptr(), (tag, self._turn("send", peer, tag))
-        self.notes.head = 0 if tag else 2 * _HEAD_BYTES
+        self.notes.head = 0 if tag else _HEAD_BYTES
         self.notes.told(SENT, peer, address, tensor.nbytes, turn, (), self.notes.place_beside(address))
         self.notes.head = 0
         return super().send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        transfer = super().recv(tensor, peer, tag)
         turn, into = (tag, self._turn("recv", peer, tag)), self.notes.blocks_of_result(tensor)
         beside = self.notes.place_beside(tensor.data_ptr())
         tell = partial(self.notes.told, RECEIVED, peer, None, tensor.nbytes, turn, into, beside)
-        transfer.work = cast(dist.Work, _TracedWork(transfer.work, tell))
-        return transfer
+        return _TracedTransfer(super().recv(tensor, peer, tag), tell)
 
     def _turn(self, *way: object) -> int:
         turns: dict[object, int] = vars(self).setdefault("turns", {})
@@ -214,17 +211,15 @@ class _TracedEngine(GlooEngine):
         return turns[way]
 
 
-class _TracedWork:
-    """A receive that tells once when it is done."""
+class _TracedTransfer(Transfer):
+    """A receive that tells when it is done."""
 
-    def __init__(self, work: dist.Work, tell: Callable[[], None]) -> None:
-        self._work, self._tell = work, [tell]
+    def __init__(self, transfer: Transfer, tell: Callable[[], None]) -> None:
+        self._transfer, self._tell = transfer, tell
 
-    def wait(self, *limit: Any) -> bool:
-        done = self._work.wait(*limit)
-        while self._tell:
-            self._tell.pop()()
-        return done
+    def wait(self) -> None:
+        self._transfer.wait()
+        self._tell()
 
 
 def run_rank(plan: Plan, folder: str) -> TracedRank:
@@ -260,17 +255,15 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
         local = inside = _Inside(own, layout.local, len(layout.here), _TIMEOUT, names=layout.here)
         inside.notes = notes
 
-    def gloo(name: str) -> GlooOnDemand:
-        own = GlooOnDemand(lambda limit: lazy_gloo(part(name), rank, plan.ranks, limit, one_host=True), _TIMEOUT)
-        own.get()
-        return own
+    def engine(*arguments: Any) -> Engine:
+        traced = _TracedEngine(*arguments)
+        traced.notes = notes
+        return traced
 
-    lanes = _TracedEngine(gloo("lanes"), _TIMEOUT)
-    lanes.notes = notes
     names = [f"host {host}" for host in plan.host_of]
     membership = Membership.meet(part("membership"), rank, plan.host_of, names, _TIMEOUT)
     members = GroupAbort(membership, "explained", range(plan.ranks))
-    group = HierarchicalCommunicator(layout, rank, local, lanes, members, _TIMEOUT)
+    group = HierarchicalCommunicator(layout, rank, local, members, _TIMEOUT, engine=engine)
     notes.beside = lambda: group.exchanges.memory
     vars(exchanges)["_copy"] = notes.copied
     return group

@@ -1,7 +1,7 @@
 """Base of a group's methods: objects between its ranks, and turns, in which rank 0 goes first, or alone.
 
 The ranks must trust each other, since a pickled object can run code where it is read: every rank can run code in every
-other. Between hosts objects go over Gloo, and whoever can change its packets can do the same.
+other. Whoever can change packets between hosts can do the same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ObjectCalls(Members):
     list; they are the ones to use in new code.
 
     All of them unpickle what comes, by which a rank can run code in every other; between hosts so can whoever can
-    change the packets of Gloo (docs/security.md).
+    change packets between hosts (docs/security.md).
     """
 
     def send_object_list(self, object_list: list[Any], dst: int) -> None:
@@ -75,7 +75,7 @@ class ObjectCalls(Members):
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """Return the ``obj`` of rank ``src`` on every rank; what the other ranks give is ignored.
 
-        It is unpickled there, so ``src`` can run code on every rank, and so can whoever can change Gloo's packets on
+        It is unpickled there, so ``src`` can run code on every rank, and so can whoever can change packets on
         the way between hosts.
         """
         box = [obj]

@@ -32,7 +32,6 @@ from phalanx.membership.protocol import (
     Joined,
     Left,
     Lost,
-    Meet,
     Message,
     Position,
     Positions,
@@ -77,7 +76,6 @@ class GroupAbort:
     ``fact``        any thread, once   any thread   ``membership.changed``
     ``pids``        the loop, once     any thread   one reference
     ``_left``       the loop           any thread   one step of Python's
-    ``_met``        the loop           any thread   one step of Python's
     ``_positions``  the loop, once     any thread   one reference
     ==============  =================  ===========  =========================
 
@@ -100,7 +98,6 @@ class GroupAbort:
         self._member: Callable[[], Member | None] = lambda: None
         self._addresses: dict[str, Store] = {}
         self._left: set[int] = set()
-        self._met: set[int] = set()
         self._positions: list[Position] | None = None
         self._unsent: list[Address] | None = []  # until join()
         self._ended = self._closed = False
@@ -162,22 +159,6 @@ class GroupAbort:
         """Return the fact that a rank of the group has gone in this way."""
         return Lost(**{**msgspec.structs.asdict(gone), "by": self.rank, "rank": rank})
 
-    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> bool:
-        """Wait until another rank comes to connect with this one as well; return whether it does.
-
-        It does not if it has gone, the group is broken, the time is over, or ``over``. Without the registrar nobody
-        knows, so that is taken for granted.
-        """
-        self.membership.send(Meet(self.name, peer))
-
-        def known() -> bool:
-            return peer in self._met or over() or self.fact is not None or self.is_gone(peer)
-
-        clock = AwakeClock()
-        while not self.membership.wait_for(known, 0.1) and self.membership.connected and clock.now() < timeout_s():
-            pass
-        return peer in self._met or not (known() or self.membership.connected)
-
     # -- the first fact, from any thread -----------------------------------------------------------
 
     def publish(self, fact: Fact, *, departs: bool = False) -> Fact:
@@ -236,8 +217,6 @@ class GroupAbort:
                 self.addresses(message.name).set(address_key(message.rank), message.address)  # type: ignore[arg-type]
         elif isinstance(message, Left):
             self._left.update(message.ranks)
-        elif isinstance(message, Meet):
-            self._met.add(message.peer)
         elif isinstance(message, Positions):
             self._positions = message.ranks
         elif isinstance(message, Broken):

@@ -112,13 +112,6 @@ class Address(_Struct, frozen=True):
     address: bytes
 
 
-class Meet(_Struct, frozen=True):
-    """The sender is ready to connect with ``peer``, to which this is handed on with the sender as ``peer``."""
-
-    group: str
-    peer: int
-
-
 class Left(_Struct, frozen=True):
     """Ranks have left a group in order; of itself a rank says so to the registrar."""
 
@@ -192,7 +185,7 @@ class Answer(_Struct, frozen=True):
     snapshots: list[Any]
 
 
-OfGroup: TypeAlias = Joined | Address | Meet | Left | Broken | Position | Positions
+OfGroup: TypeAlias = Joined | Address | Left | Broken | Position | Positions
 Message: TypeAlias = Join | OfGroup | Departed | Ask | Answer
 
 encode = msgspec.msgpack.Encoder().encode

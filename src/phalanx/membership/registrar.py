@@ -33,7 +33,6 @@ from phalanx.membership.protocol import (
     Joined,
     Left,
     Lost,
-    Meet,
     Message,
     OfGroup,
     Position,
@@ -222,8 +221,6 @@ class Registrar:
         elif isinstance(message, Address):
             group.addresses.append(message)
             self._push_addresses(group)
-        elif isinstance(message, Meet):
-            self._push([group.ranks[message.peer]], Meet(group.name, own))
         elif isinstance(message, Position):
             if message.kind != "place" or group.positions.get(own, message).kind in ("place", "stopped"):
                 group.positions[own] = message

@@ -2,12 +2,12 @@
 
 A call is one number, which is equal on all ranks that make the same call. Two lines that ranks have called in different
 orders are a mistake that equal calls hide. The core notices it (``native/csrc/collectives/line_order.h`` has the rule).
-What is left to decide here is whether the two lines are two arms of one branch, which ranks may well take in turns; and
-whether the user wants a warning or an error.
+Here is decided whether the lines are arms of one branch, which ranks may take in turns, and whether it is an error.
 """
 
 from __future__ import annotations
 
+import ctypes
 import linecache
 import os
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from phalanx.diagnosis.call_site import shape_word, shown
 from phalanx.diagnosis.divergence import are_alternatives
 from phalanx.diagnosis.recorder import place_of
 from phalanx.errors import CollectiveMismatch, InitializationError
-from phalanx.native.core import Crossing
+from phalanx.native.core import Crossing, Status, library
 from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.operands import DTYPES
 from phalanx.words import tell
 
-__all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "Wish", "crossed_lines", "fingerprint", "weight"]
+__all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "LinePairs", "Wish", "crossed_lines", "fingerprint", "weight"]
 
 # Crossed lines of a group that turn out to be arms of one branch: how many are judged where a warning is all that could
 # come of it.
@@ -35,9 +35,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, ke
 
 
 def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> int:
-    """The number that the ranks compare: the same on all ranks that make the same call.
-
-    Only numbers go into it, since Python gives a text another hash in each process.
+    """The number that the ranks compare. Of numbers alone: Python gives a text another hash in each process.
 
     Args:
         name: one of ``COLLECTIVES``.
@@ -70,14 +68,7 @@ class Wish:
 
     @staticmethod
     def read(said: str | None = None) -> str:
-        """The user's.
-
-        Args:
-            said: the variable's value; by default that of this process.
-
-        Raises:
-            InitializationError: the variable has another value.
-        """
+        """The user's, given the variable's value; by default that of this process."""
         said = Wish.said() if said is None else said
         wish = said.lower() or Wish.WARN
         if wish not in (Wish.IGNORE, Wish.WARN, Wish.ERROR):
@@ -88,32 +79,58 @@ class Wish:
 
 
 class Judgements:
-    """How often crossed lines of a group are judged yet.
-
-    Args:
-        wish: what the user wants.
-
-    Attributes:
-        left: how often.
-    """
+    """How often crossed lines of a group are judged yet: ``left``, which is 0 after a warning."""
 
     def __init__(self, wish: str) -> None:
         self._warns = wish == Wish.WARN
         self.left = MOST_JUDGED
 
     def count(self, *, mistake: bool) -> None:
-        """Count one, by what it has found: after a warning nothing is judged."""
         if self._warns:
             self.left = 0 if mistake else self.left - 1
 
 
-@dataclass(frozen=True)
-class CrossedLines:
-    """What two ranks have called in different orders, in words that are the same on both.
+class LinePairs:
+    """The lines from which this rank and another one make equal calls, one pair for each call.
+
+    Args:
+        own, peer: the two ranks.
+        judgements: of their group.
 
     Attributes:
-        low, high: the ranks.
-        calls: the two lines, as ``file:line``, each with which call of either rank it was.
+        settled: whether a call that both make from one line need not be counted.
+    """
+
+    def __init__(self, own: int, peer: int, judgements: Judgements) -> None:
+        self._core, self._own, self._peer, self._judgements = library(), own, peer, judgements
+        self._pairs = self._core.phx_pairs_open()
+        self.settled = True
+
+    def __del__(self) -> None:
+        if self._pairs:
+            self._core.phx_pairs_close(self._pairs)
+
+    def meet(self, mine: int, theirs: int) -> CrossedLines | None:
+        """Note the two lines of a call; return what that shows to have been called in different orders."""
+        if not mine or not theirs or not self._pairs or not self._judgements.left:
+            return None
+        if mine == theirs and self.settled:
+            return None
+        crossing = Crossing()
+        status = self._core.phx_pairs_meet(self._pairs, mine, theirs, ctypes.byref(crossing))
+        self.settled = bool(self._core.phx_pairs_settled(self._pairs))
+        if status != Status.CROSSED:
+            return None
+        found = crossed_lines(crossing, self._own, self._peer)
+        self._judgements.count(mistake=found is not None)
+        return found
+
+
+@dataclass(frozen=True)
+class CrossedLines:
+    """Two lines that the ranks ``low`` and ``high`` have called in different orders, in the same words on both.
+
+    ``calls`` are the lines, as ``file:line``, each with which call of either rank it was.
     """
 
     low: int
@@ -135,12 +152,7 @@ class CrossedLines:
 
 
 def crossed_lines(found: Crossing, own: int, peer: int) -> CrossedLines | None:
-    """What the core has found; None if the lines are two arms of one branch.
-
-    Args:
-        found: what that is; its ``peer`` is not read.
-        own, peer: what to call this rank and the other one.
-    """
+    """What the core has found of these two ranks; None if the lines are two arms of one branch."""
     sites = [place_of(line) for line in found.lines]
     if all(sites) and are_alternatives(*sites):
         return None

@@ -1,10 +1,9 @@
 """The contract between the process groups of ``c10d/`` and a transport.
 
-A communicator moves contiguous CPU tensors between the ranks of one group. It knows nothing of torch's options, nested
-lists, futures or process groups: ``c10d/collectives.py`` unpacks those, and ``c10d/progress.py`` keeps the order of
-operations and runs the asynchronous ones. A new transport is a class that implements the abstract methods here; the
-others have defaults that are made of them. A transport that does not promise everything says so by its traits, which
-the suite of the contract (``tests/world/test_contract.py``) reads.
+A communicator moves contiguous CPU tensors between the ranks of one group. ``c10d/collectives.py`` unpacks torch's
+options and lists, and ``c10d/progress.py`` keeps the order of operations. A new transport is a class that implements
+the abstract methods here; the others have defaults that are made of them. What it does not promise it says by its
+traits, which the suite of the contract (``tests/world/test_contract.py``) reads.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from phalanx.transports.operands import even_pieces, pieces
 
 __all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message", "message_text"]
 
-# The collectives that ranks distinguish when they compare their calls, each with the name of the argument that is its
-# root ("" for none). The forms with one tensor for all ranks (all_gather_single, ...) count as those with lists: they
-# move the same bytes in the same way, so ranks may mix them.
+# The collectives that ranks distinguish when they compare their calls, each with the argument that is its root. Forms
+# with one tensor for all ranks (all_gather_single, ...) count as those with lists, so ranks may mix them.
 COLLECTIVES = {
     "all_reduce": "",
     "reduce": "dst",
@@ -49,15 +47,16 @@ class Message(ABC):
     """A send or receive under way. It holds its tensor until it is done, and keeps its outcome.
 
     Each transport has a subclass, which implements :meth:`_poll` and :meth:`_await`; both call :meth:`_settle` when the
-    message is done. Threads share it as follows:
+    message is done.
 
-    - ``_lock`` is held by the thread that asks the transport about the message, and while it is settled.
-    - ``_error``, ``source`` and ``_tensor`` are written by :meth:`_settle` alone, once, under the lock. ``_tensor`` is
-      read under the lock.
-    - ``_forks`` is how many forks this process came from when it was made. A message of the parent's is refused in a
-      forked child before the lock, which a thread that is not in the child may hold.
-    - ``_settled`` is written there last. Any thread reads it without the lock, and if it is True it may read
-      ``_error`` and ``source`` without the lock too, since nothing writes them any more.
+    ======================  ======================  ===========================  ================================
+    field                   writer                  readers                      guard
+    ======================  ======================  ===========================  ================================
+    ``_tensor``             ``_settle``, once       who asks the transport       ``_lock``
+    ``_error``, ``source``  ``_settle``, once       any thread, once settled     ``_lock``; none once settled
+    ``_settled``            ``_settle``, last       any thread                   none
+    ``_forks``              its maker               any thread, before the lock  none: a child may not take the lock
+    ======================  ======================  ===========================  ================================
 
     Args:
         tensor: what is sent, or received into.
@@ -82,14 +81,10 @@ class Message(ABC):
         self._record = 0
 
     def test(self, watch: bool = True) -> bool:
-        """Whether it is done, after moving along what can be moved. Takes a millisecond at most.
+        """Whether it is done, after moving along what can be moved; it raises if it failed, the same each time.
 
         Args:
-            watch: also check that the peer is alive and the group's timeout has not passed; if either fails, break the
-                group. With False, nobody waits for this message yet, and a lost peer is found by the first ``wait``.
-
-        Raises:
-            PhalanxError: it failed; the same each time.
+            watch: break the group if the peer is gone or the timeout has passed. Otherwise the first ``wait`` does.
         """
         self._refuse_in_child()
         # A thread that has the lock either tests too, which takes microseconds, or waits, which takes long.
@@ -104,11 +99,8 @@ class Message(ABC):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it is done: True; or until ``timeout_s`` has passed: False, and it goes on.
 
-        Without ``timeout_s`` the group's own timeout applies, and passing it breaks the group (CollectiveTimeout). Any
-        number of threads may wait for one message; all get the same outcome.
-
-        Raises:
-            PhalanxError: it failed; the same each time. ClosedError: the group was destroyed before it was done.
+        Without ``timeout_s`` the group's own timeout applies, and passing it breaks the group (CollectiveTimeout). All
+        threads that wait get the same outcome.
         """
         if not self._settled:
             self._refuse_in_child()
@@ -116,9 +108,7 @@ class Message(ABC):
         return self._outcome()
 
     def expect(self) -> None:
-        """Start the group's timeout for this message. Called when somebody holds its future, and so waits without
-        calling :meth:`wait`.
-        """
+        """Start the group's timeout for this message: somebody holds its future, and so waits without :meth:`wait`."""
         self._refuse_in_child()
         with self._lock:
             if not self._settled:
@@ -130,14 +120,14 @@ class Message(ABC):
 
     @abstractmethod
     def _poll(self, watch: bool) -> None:
-        """Settle it if it is done now; see :meth:`test`. Called with the lock, before it is settled."""
+        """Settle it if it is done now; see :meth:`test`. Called with the lock."""
 
     @abstractmethod
     def _await(self, timeout_s: float | None) -> None:
         """Return when it is settled, or the time has passed; see :meth:`wait`. Called without the lock."""
 
     def _expect(self) -> None:  # noqa: B027 - where the timeout counts from the start, there is nothing to do
-        """See :meth:`expect`. Called with the lock, before it is settled."""
+        """See :meth:`expect`. Called with the lock."""
 
     def _settle(self, error: Exception | None, source: int = -1) -> None:
         """Record the outcome and drop the tensor. Called once, with the lock."""
@@ -169,13 +159,7 @@ class Message(ABC):
 
 
 def message_text(verb: str, peer: str, tensor: torch.Tensor | None) -> str:
-    """A message in words: ``send to rank 3, float32[4]``.
-
-    Args:
-        verb: ``send to`` or ``recv from``.
-        peer: what the other rank is called; empty for any.
-        tensor: what is sent, or received into; None if it is not known any more.
-    """
+    """A message in words: ``send to rank 3, float32[4]``; an empty ``peer`` is any, and no tensor one not known."""
     shape = "" if tensor is None else f", {dtype_name(tensor.dtype)}{list(tensor.shape)}"
     return f"{verb} {f'rank {peer}' if peer else 'any rank'}{shape}"
 
@@ -213,14 +197,13 @@ SENT = _Sent()
 class Communicator(ABC):
     """Blocking collectives and point-to-point messages over one group.
 
-    A collective is called by every rank of the group, in the same order and with matching arguments, by one
-    thread at a time. Tensors are contiguous, on the CPU, and may hold no elements; lists have one tensor per rank.
-    Memory that is written is not read in the same call, but for the cases that a method names.
-    A method returns when this rank's part is done: its tensors may be read and reused.
+    A collective is called by every rank of the group, in the same order and with matching arguments, by one thread at a
+    time. Tensors are contiguous, on the CPU, and may hold no elements; lists have one tensor per rank. Memory that is
+    written is not read in the same call, but for the cases that a method names. A method returns when this rank's
+    tensors may be read and reused.
 
-    All methods raise :class:`~phalanx.errors.CollectiveMismatch`, :class:`~phalanx.errors.PeerLost` or
-    :class:`~phalanx.errors.CollectiveTimeout`; after any of them the group is out of step, and every further
-    call raises the same. The traits say which of them a transport does not promise.
+    All methods raise CollectiveMismatch, PeerLost or CollectiveTimeout; after any of them every further call raises the
+    same. The traits say which of them a transport does not promise.
 
     Attributes:
         rank: this process's rank within the group.
@@ -257,40 +240,27 @@ class Communicator(ABC):
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        """Start receiving into ``tensor`` from rank ``peer``, or from any rank. Messages between two ranks with one
-        tag arrive in the order in which they were sent.
-        """
+        """Start receiving from rank ``peer``, or from any; messages with one tag arrive as they were sent."""
 
     @abstractmethod
     def end_messages(self) -> None:
         """Let no message move any more, and end every wait for one, on any thread, with ClosedError."""
 
     def compare_rest(self, patience_s: float) -> bool:
-        """Compare the last calls of the ranks, which no later call will, before the group is closed.
+        """Compare the last calls of the ranks, before the group is closed; raise what this rank has not been told.
 
         Called by a thread that is alone in the group. Waits at most ``patience_s`` for ranks that are behind.
 
         Returns:
             Whether the calls of all ranks have been compared that have not ended before.
-
-        Raises:
-            CollectiveMismatch: the last calls or earlier ones differ, and this rank has not been told so.
-            PeerLost: a rank has left the group without the last call.
         """
         return True  # most transports have nothing left to compare
 
     def group_fails(self, error: BaseException, cause: str) -> None:  # noqa: B027 - some have nobody to tell
-        """Tell the other ranks why this one is about to close the group: an exception is on its way.
-
-        Args:
-            error: the exception.
-            cause: what the others are to read of it.
-        """
+        """Tell the other ranks that an exception is why this one closes the group; ``cause`` is what they read."""
 
     def leave(self) -> list[threading.Thread]:
-        """Ask the transport's own threads for messages to end, whatever is under way; the process exits. They are
-        returned.
-        """
+        """Ask the transport's own threads to end, whatever is under way: the process exits. Returns them."""
         return []
 
     def give_back(self) -> None:  # noqa: B027 - most transports leave nothing to the interpreter's end
@@ -298,19 +268,12 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self, doing: str = "") -> None:
-        """Break the group from any thread: calls under way, here and on the other ranks, raise at once.
-
-        Args:
-            doing: what this rank is doing, for the others' errors.
-        """
+        """Break the group from any thread: calls under way, here and elsewhere, raise; ``doing`` is told to others."""
 
     def give_up(self, tensor: torch.Tensor, doing: str) -> None:
         """Break the group, since a message may have been begun of which nobody knows; see :meth:`abort`.
 
-        Args:
-            tensor: the message's, which its owner keeps until the group is closed. A transport that may use it even
-                longer keeps it too.
-            doing: the message, in words.
+        Its owner keeps its tensor until the group is closed. A transport that may use that longer keeps it too.
         """
         self.abort(doing)
 
@@ -359,9 +322,7 @@ class Communicator(ABC):
         self.gather(None if output is None else even_pieces(output, self.size), tensor, root)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        """Copy ``inputs[r]`` of rank ``root``, which alone gives them, into ``output`` of rank r; the root's may be
-        ``inputs[root]``.
-        """
+        """Copy ``inputs[r]`` of ``root``, which alone gives them, into ``output`` of rank r, which may be the same."""
         none = output.new_empty(0)
         outputs = [none] * self.size
         outputs[root] = output
@@ -394,12 +355,7 @@ class Communicator(ABC):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:  # noqa: B027
-        """Let every operation that starts from now on wait this long for the others; none if it waits for nobody.
-
-        Args:
-            timeout: of collectives, and of messages unless they have their own.
-            of_messages: theirs, while a collective with a timeout of its own is under way.
-        """
+        """Let operations that start from now on wait this long for the others; ``of_messages`` is that of messages."""
 
     def rest(self) -> None:
         """Move messages along, and sleep until one may be done, for less than a tenth of a second."""

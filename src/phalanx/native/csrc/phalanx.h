@@ -130,8 +130,8 @@ PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint
                                uint64_t stream_bytes, const uint8_t *cookie);
 
 /* Map a formatted segment as one rank, once. `fd` must stay open until phx_all_seen() has returned PHX_OK. A wait checks
- * `spin` times for its peer before it yields the core; `poll` may be NULL. Returns NULL with errno set: EPROTO if the file
- * is not the segment of this cookie. */
+ * `spin` times for its peer before it yields the core; a wait for a message sleeps at once if that is 0. `poll` may be NULL.
+ * Returns NULL with errno set: EPROTO if the file is not the segment of this cookie. */
 PHX_API phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll);
 
 /* Look at the processes of all other ranks, and publish whether each is the one that it says: once, when all ranks have

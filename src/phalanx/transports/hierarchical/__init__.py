@@ -1,7 +1,7 @@
-"""The transport over several hosts: shared memory inside each host, Gloo between them. Begin with ``communicator.py``.
+"""The transport over several hosts: shared memory inside each host, TCP between them. Begin with ``communicator.py``.
 
 Collectives: ``reductions.py``, ``copies.py`` and ``exchanges.py`` are their schedules, which read from top to bottom.
-``frames.py`` compares the calls and carries small tensors, ``gloo.py`` moves bytes, ``layout.py`` knows hosts.
-Messages: ``messages.py``, and ``connections.py`` for those to other hosts. What a rank raises when the group breaks:
-``reason.py``.
+``frames.py`` compares the calls and carries small tensors, ``engine.py`` moves bytes, ``layout.py`` knows hosts.
+Messages: ``messages.py``. Both use mailboxes of the core with connections (``connections.py``). What a rank raises when
+the group breaks: ``reason.py``, in the words of ``wording.py``. ``gloo.py`` is for what Phalanx leaves to torch.
 """

@@ -1,4 +1,4 @@
-"""The communicator for a group over several hosts: shared memory inside, an engine between.
+"""The communicator for a group over several hosts: shared memory inside, TCP between.
 
 A *host* is a set of ranks that share memory; so the processes of two containers of one machine may be two. Each has a
 *leader*, its lowest rank. The ranks at the same place of their hosts are a *lane*: they exchange one slice of what has
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,9 +23,9 @@ from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Gone
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.hierarchical.copies import Copies
+from phalanx.transports.hierarchical.engine import Engine
 from phalanx.transports.hierarchical.exchanges import Exchanges, Parts
 from phalanx.transports.hierarchical.frames import Frames
-from phalanx.transports.hierarchical.gloo import GlooEngine
 from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.hierarchical.messages import HierarchicalMessages
 from phalanx.transports.hierarchical.reason import Reason
@@ -45,10 +45,10 @@ class HierarchicalCommunicator(Communicator):
         layout: where the ranks are.
         rank: this process's rank in the group.
         local: a communicator of the ranks of this host, in their order; its methods are used by this one alone.
-        engine: carries bytes between hosts.
         group: what this rank knows of the group.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
+        engine: makes what carries bytes between hosts.
     """
 
     rank_order_sums = False
@@ -58,28 +58,27 @@ class HierarchicalCommunicator(Communicator):
         layout: Layout,
         rank: int,
         local: Communicator,
-        engine: GlooEngine,
         group: GroupAbort,
         timeout: timedelta,
         sizes: Sizes | None = None,
+        engine: Callable[[Layout, GroupAbort, timedelta], Engine] = Engine,
     ) -> None:
         self.rank, self.size = rank, sum(map(len, layout.hosts))
-        self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
-        self._layout = layout
-        self._local = local
-        self._engine = engine
-        sizes = sizes or Sizes.among(len(layout.hosts))
-        self._frames = Frames(layout, rank, local, engine, Exchanges.frame_bytes(layout, sizes))
-        self._reductions = Reductions(layout, local, engine, self._frames, sizes)
-        self._copies = Copies(layout, local, engine, self._frames, sizes)
-        self.exchanges = Exchanges(layout, rank, local, engine, self._frames, sizes)
-        self.messages = HierarchicalMessages(layout, rank, local, group, timeout)
+        self._layout, self._local, self._group = layout, local, group
+        self._engine = engine(layout, group, timeout)
+        self.engine = self._engine.name if len(layout.hosts) == self.size else f"shared memory and {self._engine.name}"
+        self._frames = frames = Frames(layout, local, self._engine, sizes or Sizes.among(len(layout.hosts)))
+        self._reductions, self._copies, self.exchanges = Reductions(frames), Copies(frames), Exchanges(frames)
+        try:
+            self.messages = HierarchicalMessages(layout, local, group, timeout)
+        except BaseException:
+            self._engine.close()
+            raise
         self._reason = reason = Reason(group, layout, local, timeout, abort=self._wake)
         self._call = reason.call
         try:
             self.messages.begin(reason, self._call.error_of_message)
             reason.attend(self.messages)
-            engine.first_contact = reason.meet
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self._call.text
                 local.outer_error = self.messages.explain
@@ -87,8 +86,9 @@ class HierarchicalCommunicator(Communicator):
             reason.join(timeout.total_seconds())
             tell_of_failure(reason)
         except BaseException:
-            reason.depart()
+            group.close()
             self.messages.give_up()
+            self._engine.close()
             raise
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -99,41 +99,41 @@ class HierarchicalCommunicator(Communicator):
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         with self._call.named("all_reduce", tensor, op) as call:
             flat = tensor.view(-1)
-            self._call.is_compared = self._reductions.all_reduce(call, flat, SUM if op == AVG else op)
+            self._reductions.all_reduce(call, flat, SUM if op == AVG else op)
             if op == AVG:
                 flat.div_(self.size)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         with self._call.named("reduce", tensor, op, root) as call:
             flat = tensor.view(-1)
-            self._call.is_compared = self._reductions.reduce(call, flat, root, SUM if op == AVG else op)
+            self._reductions.reduce(call, flat, root, SUM if op == AVG else op)
             if op == AVG and self.rank == root:
                 flat.div_(self.size)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         with self._call.named("reduce_scatter", output, op) as call:
             flat, summed = output.view(-1), SUM if op == AVG else op
-            self._call.is_compared = self._reductions.reduce_scatter(call, flat, _flat(inputs), summed)
+            self._reductions.reduce_scatter(call, flat, _flat(inputs), summed)
             if op == AVG:
                 flat.div_(self.size)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("broadcast", tensor, root=root) as call:
-            self._call.is_compared = self._copies.broadcast(call, tensor.view(-1), root)
+            self._copies.broadcast(call, tensor.view(-1), root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         with self._call.named("all_gather", tensor) as call:
-            self._call.is_compared = self._copies.all_gather(call, _flat(outputs), tensor.view(-1))
+            self._copies.all_gather(call, _flat(outputs), tensor.view(-1))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("gather", tensor, root=root) as call:
             parts = None if outputs is None else _flat(outputs)
-            self._call.is_compared = self._copies.gather(call, parts, tensor.view(-1), root)
+            self._copies.gather(call, parts, tensor.view(-1), root)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         with self._call.named("scatter", output, root=root) as call:
             parts = None if inputs is None else _flat(inputs)
-            self._call.is_compared = self._copies.scatter(call, output.view(-1), parts, root)
+            self._copies.scatter(call, output.view(-1), parts, root)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._exchange_parts(Parts(outputs), Parts(inputs))
@@ -149,21 +149,20 @@ class HierarchicalCommunicator(Communicator):
 
     def _exchange_parts(self, outputs: Parts, inputs: Parts) -> None:
         with self._call.exchanging(outputs.dtype, inputs.nbytes, outputs.nbytes) as call:
-            self._call.is_compared = self.exchanges.all_to_all(call, outputs, inputs)
+            self.exchanges.all_to_all(call, outputs, inputs)
 
     def barrier(self) -> None:
         with self._call.named("barrier", None) as call:
             self._local.barrier()
             self._frames.meet(call)
-            self._call.is_compared = True
 
     # -- messages and life -------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self.messages.send(tensor, peer, tag)
+        return self.messages.mailbox.send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        return self.messages.recv(tensor, peer, tag)
+        return self.messages.mailbox.recv(tensor, peer, tag)
 
     def rest(self) -> None:
         self.messages.mailbox.rest()
@@ -195,16 +194,15 @@ class HierarchicalCommunicator(Communicator):
             self._local.set_timeout(timeout + _LEADERS_GRACE, of_messages=of_messages)
 
     def leave(self) -> list[threading.Thread]:
-        return self.messages.leave()
+        self.messages.end()
+        self._engine.stop(in_order=not self._reason.fails)
+        return self.messages.threads() + self._engine.threads()
 
     def give_back(self) -> None:
-        self._frames.flush()
-        self._engine.give_back()
-        self._reason.depart()
+        self._group.close()
 
     def group_fails(self, error: BaseException, cause: str) -> None:
-        self._reason.about_to_fail(error)
-        self._reason.script_fails(cause)
+        self._reason.script_fails(error, cause)
         self._local.group_fails(error, cause)
 
     def abort(self, doing: str = "") -> None:
@@ -221,11 +219,9 @@ class HierarchicalCommunicator(Communicator):
 
     def close(self) -> None:
         self.messages.close()
+        self._engine.close(in_order=not self._reason.fails)
         self._local.close()
-        self._frames.flush()
-        self._engine.close()
-        self._frames.let_go()
-        self._reason.depart()
+        self._group.close()
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

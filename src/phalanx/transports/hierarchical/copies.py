@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
-from phalanx.transports.contract import Communicator
+from phalanx.transports.hierarchical.engine import Transfer
 from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.gloo import GlooEngine, Transfer
-from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes, in_chunks
+from phalanx.transports.hierarchical.layout import Scratch, in_chunks
 
 __all__ = ["Copies"]
 
@@ -26,27 +24,21 @@ _copy = ctypes.memmove
 class Copies:
     """The copies of one group; every rank of it calls the same method, with flat tensors.
 
-    In every method ``call`` is a number that is equal for equal calls. Each returns whether the calls of all ranks have
-    been compared before any rank returns.
-
-    Args:
-        layout: where the ranks are.
-        local: a communicator of the ranks of this host.
-        engine: carries bytes between hosts.
-        frames: the group's agreement.
-        sizes: at which the ways change.
+    In every method ``call`` is a number that is equal for equal calls.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: GlooEngine, frames: Frames, sizes: Sizes) -> None:
-        self._layout, self._local, self._engine, self._frames, self._sizes = layout, local, engine, frames, sizes
+    def __init__(self, frames: Frames) -> None:
+        self._frames, self._sizes = frames, frames.sizes
+        self._layout, self._local, self._engine = frames.layout, frames.local, frames.engine
         self._scratch = Scratch()
-        self._others = [rank for ranks in layout.hosts if ranks is not layout.here for rank in ranks]
+        self._others = [rank for ranks in self._layout.hosts if ranks is not self._layout.here for rank in ranks]
 
     # -- broadcast ---------------------------------------------------------------------------------
 
-    def broadcast(self, call: int, flat: torch.Tensor, root: int) -> bool:
+    def broadcast(self, call: int, flat: torch.Tensor, root: int) -> None:
         if flat.nbytes > self._sizes.frame_bytes:
-            return self._broadcast_along_chain(call, flat, root)
+            self._broadcast_along_chain(call, flat, root)
+            return
         host, place = self._layout.place(root)
         nbytes = flat.nbytes
         if host == self._layout.host:
@@ -55,9 +47,8 @@ class Copies:
         else:
             found = self._frames.meet(call, NOTHING, lambda parts, to: bool(_copy(to, parts[host], nbytes)), nbytes)
             _copy(flat.data_ptr(), found, nbytes)
-        return False
 
-    def _broadcast_along_chain(self, call: int, flat: torch.Tensor, root: int) -> bool:
+    def _broadcast_along_chain(self, call: int, flat: torch.Tensor, root: int) -> None:
         """Pass chunks on from the root's host: S arrive at each host, and leave it once, but for the last."""
         layout = self._layout
         first, place = layout.place(root)
@@ -70,11 +61,8 @@ class Copies:
         sources = [before[place if turn == 1 else min(place, len(before) - 1)]] if carries and turn else []
         targets = [after[min(place, len(after) - 1)]] if carries and turn + 1 < count else []
         chunks = in_chunks(flat, self._sizes.chunk_bytes)
-        receive = self._engine.receive_early(
-            sources + targets, lambda: [self._engine.recv(chunk, rank, _TAG) for rank in sources for chunk in chunks]
-        )
         self._frames.meet(call)
-        coming = receive()
+        coming = [self._engine.recv(chunk, rank, _TAG) for rank in sources for chunk in chunks]
         sent: list[Transfer] = []
         for number, chunk in enumerate(chunks):
             if coming:
@@ -82,19 +70,20 @@ class Copies:
             sent += [self._engine.send(chunk, rank, _TAG) for rank in targets]
             self._local.broadcast(chunk, mine)
         self._engine.wait(sent)
-        return False
 
     # -- all_gather and gather ---------------------------------------------------------------------
 
-    def all_gather(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
+    def all_gather(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         if self._fits_frames(flat):
-            return self._gather_in_frames(call, outputs, flat, None)
-        return self._all_gather_around_ring(call, outputs, flat)
+            self._gather_in_frames(call, outputs, flat, None)
+        else:
+            self._all_gather_around_ring(call, outputs, flat)
 
-    def gather(self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int) -> bool:
+    def gather(self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int) -> None:
         if self._fits_frames(flat):
-            return self._gather_in_frames(call, outputs, flat, root)
-        return self._gather_straight(call, outputs, flat, root)
+            self._gather_in_frames(call, outputs, flat, root)
+        else:
+            self._gather_straight(call, outputs, flat, root)
 
     def _fits_frames(self, flat: torch.Tensor) -> bool:
         """Return whether a frame has room for so much of every rank of a host."""
@@ -102,7 +91,7 @@ class Copies:
 
     def _gather_in_frames(
         self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int | None
-    ) -> bool:
+    ) -> None:
         """Give all ranks the tensors of all, or the ranks of the root's host, of which the root alone has outputs."""
         layout, nbytes = self._layout, flat.nbytes
         to_here = root is None or layout.place(root)[0] == layout.host
@@ -124,9 +113,8 @@ class Copies:
         if outputs is not None:
             for number, rank in enumerate(rank for ranks in layout.hosts for rank in ranks):
                 _copy(outputs[rank].data_ptr(), found + number * nbytes, nbytes)
-        return True
 
-    def _all_gather_around_ring(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> bool:
+    def _all_gather_around_ring(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """Pass on to the next host what it has not, and spread what has come, in chunks.
 
         A block is carried, on each host, by one of its ranks, so all of them work. With unequal hosts this is less than
@@ -144,20 +132,13 @@ class Copies:
             for host in coming
         }
 
-        def expect() -> dict[tuple[int, int], Transfer]:
-            return {
-                (rank, turn): self._engine.recv(chunks[rank][turn], source[place % len(source)], _TAG)
-                for host in coming
-                for turn in range(len(chunks[0]))
-                for place, rank in carried[host]
-            }
-
-        peers = {source[place % len(source)] for blocks in carried.values() for place, _ in blocks}
-        peers |= {target[place % len(target)] for host in coming[:-1] for place, _ in carried[host]}
-        peers.add(target[own % len(target)])
-        receive = self._engine.receive_early(peers, expect)
         self._frames.meet(call)
-        arriving = receive()
+        arriving = {
+            (rank, turn): self._engine.recv(chunks[rank][turn], source[place % len(source)], _TAG)
+            for host in coming
+            for turn in range(len(chunks[0]))
+            for place, rank in carried[host]
+        }
         own_chunks = in_chunks(flat, self._sizes.chunk_bytes)
         sent = [self._engine.send(chunk, target[own % len(target)], _TAG) for chunk in own_chunks]
         self._local.all_gather([outputs[rank] for rank in layout.here], flat)
@@ -169,7 +150,6 @@ class Copies:
                         sent.append(self._engine.send(chunks[rank][turn], target[place % len(target)], _TAG))
                 self._spread([chunks[rank][turn] for rank in layout.hosts[host]])
         self._engine.wait(sent)
-        return False
 
     def _spread(self, parts: Sequence[torch.Tensor]) -> None:
         """Give all ranks of this host parts of which rank ``i % ranks`` has part i."""
@@ -184,53 +164,41 @@ class Copies:
 
     def _gather_straight(
         self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int
-    ) -> bool:
+    ) -> None:
         """Send from the ranks of other hosts to the root: no byte is copied on its way."""
         layout = self._layout
         host, place = layout.place(root)
-        if layout.host != host:
-            connect = self._engine.receive_early([root], lambda: None)
-            self._frames.meet(call)
-            connect()
-            self._engine.send(flat, root, _TAG).wait()
-            return False
-        sources = self._others if outputs else []
-        receive = self._engine.receive_early(
-            sources, lambda: [self._engine.recv(outputs[rank], rank, _TAG) for rank in sources] if outputs else []
-        )
         self._frames.meet(call)
-        here = [outputs[rank] for rank in layout.here] if outputs else None
-        self._engine.wait(receive(), partial(self._local.gather, here, flat, place))
-        return False
+        if layout.host != host:
+            self._engine.send(flat, root, _TAG).wait()
+            return
+        coming = [self._engine.recv(outputs[rank], rank, _TAG) for rank in self._others] if outputs else []
+        self._local.gather([outputs[rank] for rank in layout.here] if outputs else None, flat, place)
+        self._engine.wait(coming)
 
     # -- scatter -----------------------------------------------------------------------------------
 
-    def scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> bool:
+    def scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         size, count = sum(map(len, self._layout.hosts)), output.numel()
         if output.nbytes * size > self._sizes.frame_bytes:
-            return self._scatter_straight(call, output, inputs, root)
+            self._scatter_straight(call, output, inputs, root)
+            return
         # All parts are small together, so all ranks get all of them.
         whole = output.new_empty(size * count) if inputs is None else torch.cat([*inputs])
         rank = self._layout.here[self._layout.local]
         self.broadcast(call, whole, root)
         output.copy_(whole[rank * count : (rank + 1) * count])
-        return False
 
     def _scatter_straight(
         self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
-    ) -> bool:
+    ) -> None:
         """Send from the root to each rank of other hosts: no byte is copied on its way."""
         layout = self._layout
         host, place = layout.place(root)
-        if layout.host != host:
-            receive = self._engine.receive_early([root], lambda: self._engine.recv(output, root, _TAG))
-            self._frames.meet(call)
-            receive().wait()
-            return False
-        connect = self._engine.receive_early(self._others if inputs else [], lambda: None)
         self._frames.meet(call)
-        connect()
+        if layout.host != host:
+            self._engine.recv(output, root, _TAG).wait()
+            return
         sent = [self._engine.send(inputs[rank], rank, _TAG) for rank in self._others] if inputs else []
-        here = [inputs[rank] for rank in layout.here] if inputs else None
-        self._engine.wait(sent, partial(self._local.scatter, output, here, place))
-        return False
+        self._local.scatter(output, [inputs[rank] for rank in layout.here] if inputs else None, place)
+        self._engine.wait(sent)

@@ -30,34 +30,23 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.frames import Data, Frames
-from phalanx.transports.hierarchical.gloo import GlooEngine
-from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes
+from phalanx.transports.hierarchical.frames import ENTRY_BYTES, Data, Frames
+from phalanx.transports.hierarchical.layout import Scratch
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import share_memory
 
 __all__ = ["Exchanges", "Parts"]
 
 _TAG, _LED_TAG = 1, 1 << 12  # of ranks; and of leaders, from there on one for each rank of a host
-_ENTRY_BYTES = 16  # of a frame, for each host: a hash of the sizes of what goes there, and where that begins
 _LINE_BYTES = 64  # areas begin at cache lines
 _copy = ctypes.memmove
 
 
 class Parts:
-    """The parts that one rank sends, or the places of those that it gets: one for each rank, one behind the other.
+    """The parts that one rank sends, or the places of those that it gets: one for each rank.
 
-    To make a tensor of a part takes longer than to copy a small one, so most are copied by addresses.
-
-    Args:
-        whole: a contiguous tensor with all of them, or each of them.
-        counts: how many elements each has.
-
-    Attributes:
-        dtype: of all of them.
-        addresses: where each begins.
-        nbytes: how many bytes each has.
+    ``whole`` is a contiguous tensor with all of them, of ``counts`` elements each, or a list. Most are copied by their
+    ``addresses`` and ``nbytes``: to make a tensor of a part takes longer than to copy a small one.
     """
 
     def __init__(self, whole: torch.Tensor | Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> None:
@@ -80,24 +69,11 @@ class Parts:
 
 
 class Exchanges:
-    """The exchanges of one group; every rank of it calls the same method.
+    """The exchanges of one group. ``memory`` is that of the host, which the first exchange makes."""
 
-    Args:
-        layout: where the ranks are.
-        rank: this process's rank in the group.
-        local: a communicator of the ranks of this host.
-        engine: carries bytes between hosts.
-        frames: the group's agreement.
-        sizes: how much goes in a frame, and by the leaders.
-
-    Attributes:
-        memory: that of the host; made by the first exchange, because most groups have none.
-    """
-
-    def __init__(
-        self, layout: Layout, rank: int, local: Communicator, engine: GlooEngine, frames: Frames, sizes: Sizes
-    ) -> None:
-        self._layout, self._rank, self._local, self._engine, self._frames = layout, rank, local, engine, frames
+    def __init__(self, frames: Frames) -> None:
+        self._frames, self._local, self._engine, sizes = frames, frames.local, frames.engine, frames.sizes
+        self._layout = layout = frames.layout
         self._hosts = [host for host in range(len(layout.hosts)) if host != layout.host]
         self._others = [other for host in self._hosts for other in layout.hosts[host]]
         self._scratch = Scratch()
@@ -107,40 +83,24 @@ class Exchanges:
         most = max(map(len, layout.hosts))
         self._frame_bytes = sizes.exchange_bytes // len(self._hosts)
         self._led_bytes = max(self._frame_bytes // most**2, sizes.shared_bytes // most**2 if most > 1 else 0)
-        self._entries_bytes = _ENTRY_BYTES * len(layout.hosts)
+        self._entries_bytes = ENTRY_BYTES * len(layout.hosts)
         self.memory: torch.Tensor | None = None
 
-    @staticmethod
-    def frame_bytes(layout: Layout, sizes: Sizes) -> int:
-        """Return how much room an exchange needs in a frame."""
-        return sizes.exchange_bytes + _ENTRY_BYTES * len(layout.hosts)
-
-    def all_to_all(self, call: int, outputs: Parts, inputs: Parts) -> bool:
-        """Copy part r of ``inputs`` into part ``rank`` of the ``outputs`` of rank r.
-
-        Returns:
-            True: the calls of all ranks have been compared before any rank returns.
-
-        Raises:
-            CallsDiffer, CollectiveMismatch: another rank makes another call, or sends another number of bytes than
-                its peer expects.
-        """
+    def all_to_all(self, call: int, outputs: Parts, inputs: Parts) -> None:
+        """Copy part r of ``inputs`` into part ``rank`` of the ``outputs`` of rank r; or raise CallsDiffer."""
         given, expected = inputs.nbytes, outputs.nbytes
         sources = [rank for rank in self._others if expected[rank] > self._led_bytes]
         targets = [rank for rank in self._others if given[rank] > self._led_bytes]
-        receive = self._engine.receive_early(
-            [*sources, *targets], lambda: [self._engine.recv(outputs.tensor(rank), rank, _TAG) for rank in sources]
-        )
         self._put(given, expected, inputs.addresses)
         self._exchange_inside(outputs, inputs)
         if self._layout.leader:
             self._lead(call)
         else:
             self._frames.meet(call)
-        transfers = receive()
+        transfers = [self._engine.recv(outputs.tensor(rank), rank, _TAG) for rank in sources]
         transfers += [self._engine.send(inputs.tensor(rank), rank, _TAG) for rank in targets]
-        self._engine.wait(transfers, lambda: self._take(expected, outputs.addresses))
-        return True
+        self._take(expected, outputs.addresses)
+        self._engine.wait(transfers)
 
     # -- what every rank does ----------------------------------------------------------------------
 
@@ -166,7 +126,8 @@ class Exchanges:
             )
             self._local.all_to_all_at(to, given, inputs.dtype)
         else:
-            _copy(outputs.addresses[self._rank], inputs.addresses[self._rank], inputs.nbytes[self._rank])
+            own = self._layout.here[0]
+            _copy(outputs.addresses[own], inputs.addresses[own], inputs.nbytes[own])
 
     def _take(self, expected: Sequence[int], addresses: Sequence[int]) -> None:
         """Copy what the leader has got for this rank into its tensors."""
@@ -195,15 +156,10 @@ class Exchanges:
             due[host] = [sum(self._led(sizes[rank]) for sizes in expected) for rank in there]
         outgoing, incoming = self._messages(self._outgoing, sent), self._messages(self._incoming, due)
 
-        receive = self._engine.receive_early(
-            {leader for leader, *_ in outgoing + incoming},
-            lambda: [self._engine.recv(part, leader, tag) for leader, tag, part in incoming],
-        )
-
         def end(frames: Sequence[int], _to: int) -> bool:
             if not self._unpack(frames, expected, due):
                 return False
-            transfers = receive()
+            transfers = [self._engine.recv(part, leader, tag) for leader, tag, part in incoming]
             transfers += [self._engine.send(part, leader, tag) for leader, tag, part in outgoing]
             self._engine.wait(transfers)
             return True

@@ -3,7 +3,7 @@
 The *leader* of a host is its lowest rank. Each leader writes a frame: a number that is equal for equal calls, the line
 of the program, and a little data. An all-gather brings all frames to all leaders. Then each leader tells its host
 whether the calls are equal, and what it makes of the data. Small collectives need nothing else. Large ones send their
-data when their calls have been compared, because Gloo ends a process that is sent more than it expects.
+data when their calls have been compared, so nobody is sent what it does not expect.
 
 The all-gather is Bruck's (IEEE Transactions on Parallel and Distributed Systems, 1997), with three partners a round. In
 round k a leader has the frames of 4^k hosts, its own and those after it. It sends them to the leaders 1, 2 and 3 times
@@ -16,25 +16,26 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from phalanx.native.core import Crossing, Status, library
-from phalanx.transports.call_check import Judgements, Wish, crossed_lines
+from phalanx.native.core import library
+from phalanx.transports.call_check import Judgements, LinePairs, Wish
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.gloo import SHORT_BYTES, GlooEngine, Transfer
-from phalanx.transports.hierarchical.layout import Layout
+from phalanx.transports.hierarchical.engine import Engine, Transfer
+from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.hierarchical.reason import CallsDiffer, Crossed
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
-__all__ = ["HEAD_BYTES", "NOTHING", "Data", "Frames", "Make"]
+__all__ = ["ENTRY_BYTES", "HEAD_BYTES", "NOTHING", "Data", "Frames", "Make"]
 
-HEAD_BYTES = 64  # before each frame's data, each message and each verdict, so that what follows is aligned
+ENTRY_BYTES = 16  # of an all_to_all, for each host: a hash of the sizes of what goes there, and where that begins
+HEAD_BYTES = 64  # before each frame's data and each verdict, so that what follows is aligned
 # The number of the frame, that of the call, the bytes of data, and the line of the program that makes the call.
 _HEAD = struct.Struct("<QqQH")
-_TAG, _REST_TAG = 0, 4
+_TAG = 0
 _RADIX = 4  # a message costs a leader about as much as the way of one takes in a local network
 
 Data = tuple[int, int]  # where it lies, and how many bytes it has
@@ -46,22 +47,22 @@ _copy = ctypes.memmove
 
 
 class Frames:
-    """The agreement of one group; every rank of it calls the same method.
+    """The agreement of one group, and what its schedules share. Every rank of it calls the same method.
 
     Args:
         layout: where the ranks are.
-        rank: this process's rank in the group.
         local: a communicator of the ranks of this host.
-        engine: carries the leaders' frames.
-        nbytes: the most data of a host.
+        engine: carries bytes between hosts.
+        sizes: at which the ways change.
     """
 
-    def __init__(self, layout: Layout, rank: int, local: Communicator, engine: GlooEngine, nbytes: int) -> None:
-        self._local = local
+    def __init__(self, layout: Layout, local: Communicator, engine: Engine, sizes: Sizes) -> None:
+        self.layout, self.local, self.engine, self.sizes = layout, local, engine, sizes
         self._all_gather: _AllGather | None = None
         if layout.leader:
             tells = local.tells_crossing if isinstance(local, SharedMemoryCommunicator) else lambda: True
-            lines = _Lines(rank, {} if layout.host else dict(enumerate(layout.leaders)), tells)
+            lines = _Lines(layout.here[0], {} if layout.host else dict(enumerate(layout.leaders)), tells)
+            nbytes = sizes.exchange_bytes + ENTRY_BYTES * len(layout.hosts)
             self._all_gather = _AllGather(layout, engine, nbytes, lines)
         self._news = torch.empty(HEAD_BYTES, dtype=torch.uint8)
 
@@ -71,11 +72,10 @@ class Frames:
         Args:
             call: this rank's call, a number that is equal for equal calls.
             data: what this host has for others; only the leader's counts.
-            make: called on the leader if the calls are equal.
-            nbytes: how much it makes, and every rank of this host gets.
+            make: makes ``nbytes`` of the data of all hosts, on the leader, if the calls are equal.
 
         Returns:
-            Where that much lies, until the next call.
+            The address of what was made, until the next call.
 
         Raises:
             CallsDiffer: another rank makes another call, or the data does not fit together.
@@ -89,207 +89,103 @@ class Frames:
             frames = self._all_gather.exchange(call, data)
             right = frames is not None and (make is None or make(frames, address + HEAD_BYTES))
             verdict.value = call if right else ~call
-        self._local.broadcast(self._news[: HEAD_BYTES + nbytes], 0)
+        self.local.broadcast(self._news[: HEAD_BYTES + nbytes], 0)
         if verdict.value != call:
             raise CallsDiffer
         return address + HEAD_BYTES
 
-    def flush(self) -> None:
-        """Return when this leader's last frames are on the wire: it leaves, and the others need them."""
-        if self._all_gather is not None:
-            self._all_gather.flush()
 
-    def let_go(self) -> None:
-        """The engine has been closed: keep none of its transfers, each of which keeps its connections."""
-        if self._all_gather is not None:
-            self._all_gather.rounds.clear()
+@dataclass(frozen=True)
+class _Partners:
+    """A part of a round of the all-gather: so many frames go to one leader, and come from another into this memory."""
+
+    to: int
+    source: int
+    frames: int
+    memory: torch.Tensor
 
 
 class _AllGather:
-    """The leader's part: brings all leaders' frames to all of them.
+    """The leader's part: brings all leaders' frames to all of them."""
 
-    Attributes:
-        rounds: made by the first exchange, because they connect.
-    """
-
-    def __init__(self, layout: Layout, engine: GlooEngine, nbytes: int, lines: _Lines) -> None:
+    def __init__(self, layout: Layout, engine: Engine, nbytes: int, lines: _Lines) -> None:
         self._engine, self._lines = engine, lines
-        self._leaders, self._host = layout.leaders, layout.host
+        count = len(layout.hosts)
         # By host, which of the frames in the order in which they come is its one.
-        self._turns = [(host - layout.host) % len(layout.hosts) for host in range(len(layout.hosts))]
-        self._frame_bytes = _padded(HEAD_BYTES + nbytes)
-        self._memory = torch.empty(len(self._leaders) * self._frame_bytes, dtype=torch.uint8)
+        self._turns = [(host - layout.host) % count for host in range(count)]
+        most = _padded(HEAD_BYTES + nbytes)
+        self._memory = torch.empty(count * most, dtype=torch.uint8)
         self._head = memoryview(self._memory.numpy())  # type: ignore[arg-type]
         self._number = 0
-        self.rounds: list[list[_Partners]] = []
+        self._rounds: list[list[_Partners]] = []
+        step = 1
+        while step < count:
+            partners = []
+            for distance in range(step, min(_RADIX * step, count), step):
+                to, source = (layout.leaders[(layout.host + at) % count] for at in (-distance, distance))
+                frames = min(step, count - distance)
+                partners.append(_Partners(to, source, frames, torch.empty(frames * most, dtype=torch.uint8)))
+            self._rounds.append(partners)
+            step *= _RADIX
 
     def exchange(self, call: int, data: Data) -> list[int] | None:
         """Compare the calls; return where the data of each host lies until the next one, or None if they differ."""
-        if not self.rounds:
-            self._connect()
-        for each in self._partners():
-            each.prepare()
         begin, line = self._memory.data_ptr(), self._lines.own()
         _HEAD.pack_into(self._head, 0, self._number, call, data[1], line)
         _copy(begin + HEAD_BYTES, *data)
         begins = [0, _padded(HEAD_BYTES + data[1])]  # of the frames of this host and of those after it, one by one
-        same, lines = True, [line]
-        for partners in self.rounds:
-            for each in partners:
-                each.send(self._number % 2, begin, begins[each.frames])
-            for each in partners:
-                each.receive(begin + begins[-1])
+        same, lines, sent = True, [line], list[Transfer]()
+        for partners in self._rounds:
+            coming = [self._engine.recv(each.memory, each.source, _TAG) for each in partners]
+            sent += [self._engine.send(self._memory[: begins[each.frames]], each.to, _TAG) for each in partners]
+            for each, transfer in zip(partners, coming, strict=True):
+                transfer.wait()
+                source = each.memory.data_ptr() - begins[-1]
                 for _ in range(each.frames):
-                    number, its_call, nbytes, its_line = _HEAD.unpack_from(self._head, begins[-1])
+                    at = begins[-1]
+                    _copy(begin + at, source + at, HEAD_BYTES)
+                    number, its_call, nbytes, its_line = _HEAD.unpack_from(self._head, at)
+                    _copy(begin + at + HEAD_BYTES, source + at + HEAD_BYTES, nbytes)
                     same = same and number == self._number and its_call == call
-                    begins.append(begins[-1] + _padded(HEAD_BYTES + nbytes))
+                    begins.append(at + _padded(HEAD_BYTES + nbytes))
                     lines.append(its_line)
+        self._engine.wait(sent)  # all have come, so they take what they are sent
         self._number += 1
         if not same:
             return None
         self._lines.meet(line, [lines[turn] for turn in self._turns])
         return [begin + HEAD_BYTES + begins[turn] for turn in self._turns]
 
-    def flush(self) -> None:
-        self._engine.flush([transfer for each in self._partners() for sent in each.sent for transfer in sent])
-
-    def _partners(self) -> list[_Partners]:
-        return [each for partners in self.rounds for each in partners]
-
-    def _connect(self) -> None:
-        count, step, rounds = len(self._leaders), 1, []
-        while step < count:
-            rounds.append([(at, min(step, count - at)) for at in range(step, min(_RADIX * step, count), step)])
-            step *= _RADIX
-
-        def leader(distance: int) -> int:
-            return self._leaders[(self._host + distance) % count]
-
-        self._engine.connect({leader(at) for each in rounds for distance, _ in each for at in (-distance, distance)})
-        self.rounds = [
-            [
-                _Partners(self._engine, leader(-at), leader(at), frames, HEAD_BYTES + frames * self._frame_bytes)
-                for at, frames in each
-            ]
-            for each in rounds
-        ]
-
-
-class _Partners:
-    """A part of a round of the all-gather: frames go to one leader, and come from another.
-
-    A message that is longer than what this thread may wait for has a second part. The memory of what is sent is used
-    again in the call after next: until then the others have begun the next call, so they have what was sent before.
-
-    Args:
-        engine: carries them.
-        to, source: the ranks of the two leaders.
-        frames: how many each message has.
-        nbytes: the most that they have, with the message's head.
-    """
-
-    def __init__(self, engine: GlooEngine, to: int, source: int, frames: int, nbytes: int) -> None:
-        self.frames = frames
-        self._engine, self._to = engine, to
-        self._part = nbytes if nbytes <= SHORT_BYTES else min(SHORT_BYTES, _padded(nbytes // 2))
-        self._coming = _Coming(engine, source, _TAG, self._part)
-        self._rest = _Coming(engine, source, _REST_TAG, nbytes - self._part) if nbytes > self._part else None
-        self._out = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
-        self.sent: list[list[Transfer]] = [[], []]
-
-    def prepare(self) -> None:
-        self._coming.prepare()
-        if self._rest is not None:
-            self._rest.prepare()
-
-    def send(self, turn: int, address: int, nbytes: int) -> None:
-        out, sent = self._out[turn], self.sent[turn]
-        for transfer in sent:
-            transfer.finish()
-        ctypes.c_uint64.from_address(out.data_ptr()).value = nbytes
-        _copy(out.data_ptr() + HEAD_BYTES, address, nbytes)
-        whole = HEAD_BYTES + nbytes
-        sent[:] = [self._engine.send(out[: min(whole, self._part)], self._to, _TAG)]
-        if whole > self._part:
-            sent.append(self._engine.send(out[self._part : whole], self._to, _REST_TAG))
-
-    def receive(self, to: int) -> None:
-        at = self._coming.wait()
-        nbytes, part = ctypes.c_uint64.from_address(at).value, self._part - HEAD_BYTES
-        _copy(to, at + HEAD_BYTES, min(nbytes, part))
-        if nbytes > part and self._rest is not None:
-            _copy(to + part, self._rest.wait(), nbytes - part)
-
-
-class _Coming:
-    """Messages from one leader. Memory waits for two of them: it may be a call ahead, and need not ask then."""
-
-    def __init__(self, engine: GlooEngine, source: int, tag: int, nbytes: int) -> None:
-        self._receive: Callable[[torch.Tensor], Transfer] = lambda memory: engine.recv(memory, source, tag)
-        self._free = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
-        self._transfers = deque[Transfer]()
-
-    def prepare(self) -> None:
-        """Have memory wait, before this leader sends what the other one needs to go on."""
-        while self._free:
-            self._transfers.append(self._receive(self._free.pop()))
-
-    def wait(self) -> int:
-        """Wait for the next message; return where it lies until :meth:`prepare`."""
-        transfer = self._transfers.popleft()
-        transfer.wait()
-        self._free.append(transfer.tensor)
-        return transfer.tensor.data_ptr()
-
 
 class _Lines:
     """The lines of the program that the leaders' equal calls come from: two that were called in different orders.
 
-    Ranks of one host compare the lines of their calls through their segment. Between hosts the first host's leader
-    compares: whoever is out of order is so against that one, or against the leader of the own host.
+    The first host's leader compares: whoever is out of order is so against that one, or against a rank of its own host.
 
     Args:
         rank: this leader's rank in the group.
         peers: the leaders' ranks by their hosts, if this one compares; else nothing.
-        tells: whether this host is still to tell the user; called once there is something to tell.
+        tells: whether this host is still to tell the user.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, int], tells: Callable[[], bool]) -> None:
-        self._core, self._rank, self._peers, self._tells = library(), rank, peers, tells
-        self._wish = Wish.read()
-        self._judgements = Judgements(self._wish)
-        self._unsettled: set[int] = set()
-        compares = self._wish != Wish.IGNORE
-        others = [host for host, leader in peers.items() if leader != rank] if compares else []
-        self._pairs = {host: pairs for host in others if (pairs := self._core.phx_pairs_open())}
-
-    def __del__(self) -> None:
-        for pairs in self._pairs.values():
-            self._core.phx_pairs_close(pairs)
+        self._tells, self._wish = tells, Wish.read()
+        judgements = Judgements(self._wish)
+        compared = {} if self._wish == Wish.IGNORE else peers
+        self._pairs = {host: LinePairs(rank, peer, judgements) for host, peer in compared.items() if peer != rank}
 
     def own(self) -> int:
         """Return the number of the line that calls this thread's collective; 0 if it is not known."""
-        return 0 if self._wish == Wish.IGNORE else int(self._core.phx_line_now())
+        return 0 if self._wish == Wish.IGNORE else int(library().phx_line_now())
 
     def meet(self, mine: int, theirs: Sequence[int]) -> None:
         """Compare the line of this leader's call with those of equal calls, by host; may raise Crossed."""
         for host, pairs in self._pairs.items():
-            line = theirs[host]
-            if not mine or not line or (mine == line and host not in self._unsettled):
-                continue
-            found = Crossing()
-            status = self._core.phx_pairs_meet(pairs, mine, line, ctypes.byref(found))
-            (self._unsettled.discard if self._core.phx_pairs_settled(pairs) else self._unsettled.add)(host)
-            if status == Status.CROSSED and self._judgements.left:
-                self._judge(found, self._peers[host])
-
-    def _judge(self, found: Crossing, peer: int) -> None:
-        crossed = crossed_lines(found, self._rank, peer)
-        if crossed is not None and self._wish == Wish.ERROR:
-            raise Crossed(crossed.briefly())
-        self._judgements.count(mistake=crossed is not None)
-        if crossed is not None and self._tells():
-            crossed.warn()
+            crossed = pairs.meet(mine, theirs[host])
+            if crossed is not None and self._wish == Wish.ERROR:
+                raise Crossed(crossed.briefly())
+            if crossed is not None and self._tells():
+                crossed.warn()
 
 
 def _padded(nbytes: int) -> int:

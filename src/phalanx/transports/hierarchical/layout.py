@@ -1,7 +1,7 @@
 """The layout of a group over hosts: which ranks share memory, who talks to whom, and the sizes that follow from it.
 
-A host here is a set of ranks that share memory. That is found by trying, since neither names nor kernels say. Where
-ranks that believe to be on one host cannot share memory, as in containers of one machine, each is a host of its own.
+A host here is a set of ranks that share memory. That is found by trying, since neither names nor kernels say. Ranks of
+one machine that cannot share memory, as in containers, are hosts of their own.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from phalanx.words import format_limit, format_named
 
 __all__ = ["Layout", "Scratch", "Sizes", "find_hosts", "in_chunks", "said_by_all"]
 
-# What the frames of all other hosts carry together to one leader.
-_FRAMES_BYTES = 64 * 1024
-_LEAST_FRAME_BYTES = 4 * 1024
-# What they carry each in an all_to_all: the copies cost less than a message for each pair of hosts.
-_EXCHANGE_BYTES = 32 * 1024
+# docs/algorithms.md says how these were chosen.
+_FRAMES_BYTES, _LEAST_FRAME_BYTES = (
+    64 * 1024,
+    4 * 1024,
+)  # to one leader, of all others and of one
+_EXCHANGE_BYTES = 32 * 1024  # by each in an all_to_all
 _CHUNK_BYTES = 4 << 20
-# What one host sends all others in an all_to_all by its leader. The copies cost less than a message for each pair of
-# ranks up to about so much.
-_LED_BYTES = 1 << 20
+_LED_BYTES = 1 << 20  # what one host sends all others in an all_to_all by its leader
 
 
 class Layout:
@@ -45,14 +44,11 @@ class Layout:
         names: what each rank's host is called; by default hosts are numbered.
 
     Attributes:
-        hosts: the group ranks of each host, in order.
-        host: the number of this rank's host.
-        local: this rank's place on its host.
-        here: the ranks of this host.
-        lanes: how many ranks of every host talk to other hosts: as many as the smallest host has.
+        hosts, leaders: the group ranks of each host, in order, and the first of each.
+        host, local, here: the number of this rank's host, its place there, and the ranks there.
         leader: whether this rank speaks for its host.
+        lanes: how many ranks of every host talk to other hosts: as many as the smallest host has.
         lane: the ranks of this rank's lane, one of each host; empty if it has none.
-        leaders: the first rank of each host.
     """
 
     def __init__(self, host_of: Sequence[object], rank: int, names: Sequence[str] = ()) -> None:
@@ -85,18 +81,13 @@ class Layout:
 
 
 def find_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Layout, Communicator, bool]:
-    """Find the ranks that share memory with this one. Every rank of the group calls it.
-
-    Args:
-        store: where they meet, and nobody has met before.
-        rank, size: this process's place in the group.
-        timeout: for all of them to come.
+    """Find the ranks that share memory with this one. Every rank of the group calls it, with a store of its own.
 
     Returns:
         Where all ranks are; a communicator of those on this host; and whether ranks of one machine share no memory.
 
     Raises:
-        InitializationError: a rank did not come.
+        InitializationError: a rank did not come within the timeout.
     """
     believed = said_by_all(store, "host", rank, size, timeout, json.dumps(asdict(this_host()), sort_keys=True))
     here = [other for other in range(size) if believed[other] == believed[rank]]
@@ -147,8 +138,7 @@ class Sizes:
     Attributes:
         frame_bytes: the most data of a host's frame in other collectives than all_to_all.
         exchange_bytes: the same in an all_to_all, all that a host has for others.
-        chunk_bytes: about how much of a larger tensor is moved at once, so that wire and memory work at the same time;
-            see :func:`in_chunks`.
+        chunk_bytes: about how much of a larger tensor is moved at once (:func:`in_chunks`).
         shared_bytes: the most that the leader of one host sends that of another for its ranks in an all_to_all.
     """
 
@@ -169,8 +159,7 @@ def in_chunks(flat: torch.Tensor, chunk_bytes: int) -> list[torch.Tensor]:
     """The parts of a flat tensor that are moved one after the other; equal tensors have equal ones.
 
     The first and the last have half of ``chunk_bytes``, since the wire stands still while the first one is combined and
-    the last one is spread. Those between have up to twice as much, since each costs the processors the same besides its
-    bytes.
+    the last one is spread. Those between have up to twice as much.
     """
     if flat.nbytes <= chunk_bytes:
         return [flat]
@@ -187,8 +176,7 @@ def in_chunks(flat: torch.Tensor, chunk_bytes: int) -> list[torch.Tensor]:
 class Scratch:
     """Tensors by name, whose memory is used again by the next one of that name.
 
-    New memory costs more, when it is first written, than all that is done with it later. One thread uses it at a time,
-    and is done with a tensor before it takes its name again.
+    New memory costs more, when it is first written, than all that is done with it later. One thread uses it.
     """
 
     def __init__(self) -> None:

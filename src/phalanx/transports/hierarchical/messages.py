@@ -1,87 +1,53 @@
 """Messages in a group over several hosts: the mail of the core, and the errors of those with ranks of other hosts.
 
 The core matches and moves all messages of the group (``native/csrc/messages/``), by the group's numbers of the ranks:
-through the rings of this host's segment, and to other hosts through connections (``connections.py``). A rank that is
-alone on its host has a segment of its own. Why a connection has ended is asked here.
+through the rings of this host's segment, and to other hosts through connections (``connections.py``). Why a connection
+has ended is asked here.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import secrets
-import threading
 from collections.abc import Callable, Collection
 from datetime import timedelta
 
-import torch
-
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_site
-from phalanx.diagnosis.ends import note_left
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
-from phalanx.native.core import End, SeenMessage, Status, library
-from phalanx.native.signals import SignalPoll
-from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.hierarchical.connections import Connections
-from phalanx.transports.hierarchical.gloo import TransferFailed
+from phalanx.native.core import End, SeenMessage, Status
+from phalanx.transports.contract import Communicator
+from phalanx.transports.hierarchical.connections import RemoteMail
+from phalanx.transports.hierarchical.engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.reason import EndsDiffer, Reason
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import MessageEnd
-from phalanx.transports.shm.mailbox import Mailbox
-from phalanx.transports.shm.numbers import DTYPES
-from phalanx.transports.shm.tuning import load_tuning
 
 __all__ = ["HierarchicalMessages"]
 
 LEAVING_S = 1.0  # how long a rank that leaves waits for connections for which it has messages
 
 
-class HierarchicalMessages:
+class HierarchicalMessages(RemoteMail):
     """The messages of one group. Any thread may use it.
 
     Args:
         layout: where the ranks are.
-        rank: this process's rank in the group.
         local: the communicator of the ranks of this host.
-        group: tells the ranks their addresses as they join, and from then on they can dial each other.
-        timeout: how long a message waits for its peer.
-
-    Attributes:
-        mailbox: the core's side.
+        group, timeout: as for every mailbox with connections.
     """
 
     _reason: Reason
     _break_group: Callable[[BaseException, str], PhalanxError]
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        local: Communicator,
-        group: GroupAbort,
-        timeout: timedelta,
-    ) -> None:
-        self._layout, self._rank, self._group = layout, rank, group
-        self._core = library()
-        self._size = sum(map(len, layout.hosts))
-        self._is_alone = not isinstance(local, SharedMemoryCommunicator)
-        self.mailbox = local.mailbox if isinstance(local, SharedMemoryCommunicator) else self._open_alone()
-        self.mailbox.names = range(self._size)
-        here = (ctypes.c_int32 * len(layout.here))(*layout.here)
-        if self._core.phx_messages_join(self.mailbox.comm, self._size, here):
-            raise BackendError(f"there is no memory for the messages of a group of {self._size} ranks")
-        self.set_timeout(timeout)
-        self.undialled = {each for each in range(self._size) if each not in layout.here}
+    def __init__(self, layout: Layout, local: Communicator, group: GroupAbort, timeout: timedelta) -> None:
+        own = local.mailbox if isinstance(local, SharedMemoryCommunicator) else None
+        super().__init__("messages", layout, group, timeout, own)
         self.mailbox.elsewhere = self
-        try:
-            self._connections = Connections(group, self.mailbox)
-        except BaseException:
-            self._give_back()
-            raise
+        if own is None:
+            self.mailbox.explain = self._explain_broken
 
     def begin(self, reason: Reason, break_group: Callable[[BaseException, str], PhalanxError]) -> None:
         """Let messages begin.
@@ -91,49 +57,12 @@ class HierarchicalMessages:
             break_group: makes the error for a group that is broken, or is to be, of what was found and the message.
         """
         self._reason, self._break_group = reason, break_group
-        self._connections.begin(self._has_left)
-
-    def _open_alone(self) -> Mailbox:
-        """Make a segment of one rank."""
-        signals, cookie = SignalPoll(), secrets.token_bytes(16)
-        descriptor = os.memfd_create("phalanx", os.MFD_CLOEXEC)
-        try:
-            self._core.phx_segment_format(descriptor, 1, *load_tuning().for_size(1), cookie)
-            comm = self._core.phx_open(descriptor, 0, cookie, 100, signals.callback)
-        finally:
-            os.close(descriptor)
-        if not comm:
-            raise BackendError(f"the core cannot make a mail: {os.strerror(ctypes.get_errno())}")
-        return Mailbox(comm, signals, self._explain_broken, [0])
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self.mailbox.send(tensor, DTYPES[tensor.dtype], peer, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        return self.mailbox.recv(tensor, DTYPES[tensor.dtype], peer, tag)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long messages wait from now on; ``local`` is told by its owner."""
-        self._timeout_s = timeout.total_seconds()
-        if self._is_alone:
-            with self.mailbox as comm:
-                if comm:
-                    self._core.phx_set_timeout(comm, *[int(self._timeout_s * 1e9)] * 2)
-
-    # -- for the mailbox -----------------------------------------------------------------------------
 
     def dial(self, peer: int) -> None:
-        self.undialled.discard(peer)
         try:
-            self._connections.dial(peer)
+            super().dial(peer)
         except BackendError as error:
-            raise self._break_group(error, f"send to rank {peer}") from None
-
-    def look_for(self, peer: int | None, *, if_gone: bool = False) -> None:
-        for each in [peer] if peer is not None else [*self.undialled]:
-            if each in self.undialled and (not if_gone or self._group.is_gone(each)):
-                self.undialled.discard(each)
-                self._connections.dial(each, must=False)
+            raise self.explain(error, f"send to rank {peer}") from None
 
     def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
         if status == Status.OVERDUE:
@@ -143,15 +72,13 @@ class HierarchicalMessages:
             at_sender = MessageEnd(peer, sent.nbytes, sent.dtype, line)
             here = MessageEnd(self._rank, own.nbytes, own.dtype, recorder.place_of(own.site))
             return self.explain(EndsDiffer(at_sender, here), words)
-        if self._reason.is_told():  # and the peer left because of that
+        if self._group.fact is not None:  # and the peer left because of that
             return self.explain(TransferFailed(-1 if peer is None else peer, "the group is broken"), words)
         if peer is None:
             return with_own_wait(PeerLost.left_before_message(words))
-        if status == Status.PEER_LEFT or self._has_left(peer):
-            pid, host = self._reason.pid_of(peer), self._layout.name(peer)
-            error = with_own_wait(PeerLost.left_before_message(words, group_rank=peer, pid=pid, host=host))
-            note_left(error, self._reason, peer)
-            return error
+        if status == Status.PEER_LEFT or self._group.has_left(peer):
+            pid, host = self._group.pids[peer], self._layout.name(peer)
+            return with_own_wait(PeerLost.left_before_message(words, group_rank=peer, pid=pid, host=host))
         return self.explain(TransferFailed(peer, "the connection has ended"), words)
 
     def explain(self, found: BaseException, words: str) -> PhalanxError:
@@ -161,9 +88,6 @@ class HierarchicalMessages:
     def _explain_broken(self, message: str) -> PhalanxError:
         site = call_site()
         return self.explain(TransferFailed(-1, "the group is broken"), f"{message} at {site}" if site else message)
-
-    def _has_left(self, peer: int) -> bool:
-        return self._reason.has_left(peer)
 
     def _late(self, peer: int | None, words: str) -> CollectiveTimeout:
         limit_s = self._timeout_s
@@ -201,34 +125,14 @@ class HierarchicalMessages:
         if self.mailbox.ended:
             return
         if not self.mailbox.why_broken().status:
-            self._connections.await_dialled(LEAVING_S)
+            self.await_dialled(LEAVING_S)
         self._reason.tell_left()  # before the connections end: who finds no connection asks the store
-        self.mailbox.end(in_order=not self._reason.fails)
-        self._connections.close()
+        self.stop(in_order=not self._reason.fails)
 
-    def leave(self) -> list[threading.Thread]:
-        """End the threads, whatever is under way: the process exits. Returns them."""
+    def close(self, in_order: bool = False) -> None:
         self.end()
-        return self._connections.threads()
-
-    def abort(self) -> None:
-        """End every wait for another host, here and there."""
-        with self.mailbox as comm:
-            if comm:
-                self._core.phx_messages_cut(comm)
-                if self._is_alone:
-                    self._core.phx_abort(comm)
-
-    def close(self) -> None:
-        """Give back all of it but what belongs to ``local``."""
-        self.end()
-        self._give_back()
+        super().close(in_order)
 
     def give_up(self) -> None:
-        """:meth:`close` before :meth:`begin`: the group could not be made."""
-        self._connections.close()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        if self._is_alone and (comm := self.mailbox.take()) and self.mailbox.close():
-            self._core.phx_close(comm)
+        """:meth:`close` before the others have heard of this rank: the group could not be made."""
+        super().close()

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ import msgspec
 import torch
 
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, exchange_text, running_at, shown
-from phalanx.diagnosis.ends import cause_of_going, who_left
+from phalanx.diagnosis.ends import cause_of_going
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
@@ -29,9 +30,9 @@ from phalanx.native.core import TEXT_BYTES
 from phalanx.system import processes
 from phalanx.transports.call_check import fingerprint
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.gloo import PeerAbsent, TransferFailed, TransferLate
+from phalanx.transports.hierarchical.engine import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.wording import Found, Wording
+from phalanx.transports.hierarchical.wording import Wording
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import MessageEnd, ends_of, text_of_call, unequal_ends
 
@@ -73,11 +74,11 @@ class Messages(Protocol):
     """The messages of a group, as far as its end concerns them. Any thread may ask, and no answer waits for a rank."""
 
     def awaited(self) -> Collection[int]:
-        """The ranks of other hosts that somebody waits for a message of, or to."""
+        """List the ranks of other hosts that somebody waits for a message of, or to."""
         ...
 
     def doing(self, about: Collection[int]) -> str:
-        """The message that this rank is in, with its line, rather one with these ranks; empty if there is none."""
+        """Describe the message that this rank is in, rather one with these ranks; empty if there is none."""
         ...
 
 
@@ -110,6 +111,7 @@ class Reason:
         self, group: GroupAbort, layout: Layout, local: Communicator, timeout: timedelta, abort: Callable[[], None]
     ) -> None:
         self._group, self._layout, self._rank, self._size = group, layout, group.rank, len(group.ranks)
+        self._registrar = group.ranks.index(0) if 0 in group.ranks else -1  # the rank in whose process it is
         self._local = local if isinstance(local, SharedMemoryCommunicator) else None
         self._wake = weakref.WeakMethod(abort)
         self._messages: Callable[[], Messages | None] = lambda: None
@@ -117,7 +119,6 @@ class Reason:
         self.fails = self.inside = False
         self.calls, self._since = 0, 0.0
         self._awaited_since: dict[int, float] = {}
-        self._found_at_end: Fact | None = None
         self._said: Position | None = None  # where this rank found the group broken, if it says so
 
     def attend(self, messages: Messages) -> None:
@@ -138,69 +139,28 @@ class Reason:
         """This rank is in no collective any more."""
         self.inside = False
 
-    def depart(self) -> None:
-        """This rank has closed all that it had of the group."""
-        self._group.close()
-
     # -- what is known of other ranks, from any thread ---------------------------------------------
-
-    def is_told(self) -> bool:
-        """Return whether a rank has broken the group, as far as this one knows."""
-        return self._group.fact is not None
 
     def told(self) -> Fact | None:
         """Return why a rank has broken the group, as far as this one knows."""
         self._read_segment()
         return self._group.fact
 
-    def pid_of(self, rank: int) -> int:
-        """The process id of a rank."""
-        return self._group.pids[rank]
-
-    def has_left(self, rank: int) -> bool:
-        """Return whether a rank has left the group in order."""
-        return self._group.has_left(rank)
-
-    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
-        """Return when a rank has come to connect with this one as well.
-
-        Raises:
-            PeerAbsent: it has left the group.
-            TransferLate: it has not come in time.
-            TransferFailed: it has ended, the group is broken, or ``over``.
-        """
-        if self._group.meet(peer, timeout_s, over):
-            return
-        if self.is_told() or over():
-            raise TransferFailed(peer, "the group is broken")
-        gone = self._group.lost(peer)
-        if gone is None:
-            raise TransferLate(peer, f"it did not come within {timeout_s():g} s")
-        raise (PeerAbsent if gone.way == Way.LEFT else TransferFailed)(peer, "it has gone")
-
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Those of these ranks that have gone from the job, or left this group."""
         found = {}
         for rank in ranks:
             if (known := self._group.lost(rank)) is not None:
-                found[rank] = Gone(self.pid_of(rank), self._layout.name(rank), known.way, known.text)
+                found[rank] = Gone(self._group.pids[rank], self._layout.name(rank), known.way, known.text)
         return found
 
     # -- how this rank goes ------------------------------------------------------------------------
 
-    def about_to_fail(self, error: BaseException) -> None:
-        """An exception is about to end this rank's script: if that is for a rank that has left, it is the reason."""
-        left = who_left(error, self)
-        if left is None and self._local is not None:
-            left = self._local.who_left(error)
-        if left is not None and self._group.fact is None:
-            self._found_at_end = Lost(self._rank, Way.LEFT, left[0])
-
-    def script_fails(self, cause: str) -> None:
+    def script_fails(self, error: BaseException, cause: str) -> None:
         """This rank's script fails: to the others it must not look as if it had left."""
         self.fails = True
         fact = Lost(self._rank, Way.FAILED, self._rank, cause[:_LONGEST_TEXT])
-        self._group.publish(self._found_at_end or fact, departs=True)
+        self._group.publish(fact, departs=True)
 
     def tell_left(self) -> None:
         """This rank has left in order, and answers no message any more; nothing is told of one whose script failed."""
@@ -210,14 +170,7 @@ class Reason:
     # -- what it raises ----------------------------------------------------------------------------
 
     def error(self, error: BaseException, call: str, timeout_s: float, of_message: bool = False) -> BaseException:
-        """Return what this rank raises.
-
-        Args:
-            error: what it has found.
-            call: what it was doing.
-            timeout_s: the group's timeout.
-            of_message: this was a message, not a collective.
-        """
+        """Return what this rank raises, given what it has found, and in which collective or message it was."""
         fact = self._group.wait(PROMPT_S) if self._aborted() else self._group.fact
         fact = fact or self.told()
         found = fact or self._found(error, of_message)
@@ -269,8 +222,7 @@ class Reason:
             return self._late_message(error)
         if isinstance(error, TransferFailed):
             # A peer that is there has ended its transfers because of another rank.
-            registrar = self._group.ranks.index(0) if 0 in self._group.ranks else -1
-            if registrar >= 0 and (gone := self._group.lost(registrar)) is not None:
+            if self._registrar >= 0 and (gone := self._group.lost(self._registrar)) is not None:
                 return gone
             return Lost(self._rank, Way.UNKNOWN, error.peer)
         return Lost(self._rank, Way.UNKNOWN, getattr(error, "group_rank", -1), self._here(error))
@@ -297,20 +249,15 @@ class Reason:
         told = self._group.positions()
         if told is None and isinstance(fact, Differs) and isinstance(error, CollectiveMismatch):
             return error  # of the ranks of this host
-        found = Found(self._size, self._positions(told, call, of_message))
-        if isinstance(fact, Differs):
-            return found.mismatch(fact.at)
-        if of_message:
-            return words.awaited_elsewhere(fact, found, timeout_s)
-        return words.late(found, self.calls, timeout_s)
+        words = replace(words, positions=self._positions(told, call, of_message))
+        return words.mismatch(fact.at) if isinstance(fact, Differs) else words.late(fact.by, timeout_s)
 
     # -- where ranks are ---------------------------------------------------------------------------
 
     def _positions(self, told: Sequence[Position] | None, call: str, of_message: bool) -> Mapping[int, Position]:
         """Return where the ranks are, as the registrar has told, or else as far as this rank knows."""
         if told is None:  # the registrar is stopped or held, or cannot be reached: of the others nothing is known
-            registrar = self._group.ranks.index(0) if 0 in self._group.ranks else -1
-            others = [rank for rank in range(self._size) if rank != registrar]
+            others = [rank for rank in range(self._size) if rank != self._registrar]
             stopped = self._stopped_here().items()
             told = [Position(rank=rank, kind="call", number=self.calls) for rank in others]
             told += [Position(rank=rank, kind="stopped", text=state) for rank, state in stopped]
@@ -338,7 +285,7 @@ class Reason:
         return msgspec.structs.replace(own, stopped=stopped)
 
     def _stopped_here(self) -> dict[int, str]:
-        states = {rank: processes.state_of(self.pid_of(rank)) for rank in self._layout.here if rank != self._rank}
+        states = {rank: processes.state_of(self._group.pids[rank]) for rank in self._layout.here if rank != self._rank}
         return {rank: _STOPPED[state] for rank, state in states.items() if state in _STOPPED}
 
     # -- for the membership ------------------------------------------------------------------------
@@ -380,7 +327,7 @@ class Reason:
             return None
         known: dict[str, Any] = {"text": gone.text}
         if gone.way == Way.ENDED:
-            ended = self._local.ended(place, self.pid_of(rank))
+            ended = self._local.ended(place, self._group.pids[rank])
             known = {name: ended[name] for name in Departed.__struct_fields__ if name in ended and name != "rank"}
             known["text"] = ended["how"]
         return Departed(rank=self._group.ranks[rank], way=gone.way, **known)
@@ -389,12 +336,8 @@ class Reason:
 class PresentCall:
     """The collective that this rank is in, for errors. Used in a ``with``: what is raised there breaks the group.
 
-    It is written by the thread that makes the call, of which there is one at a time. The call before is kept as well:
-    inside a host, a rank that need not wait for another one learns in the next call that their calls differ.
-
-    Attributes:
-        is_compared: whether the last call has returned only after the calls of all ranks had been compared: each host's
-            leader had compared those beside it before it sent its frame. Set by the collective, at its end.
+    One thread at a time makes calls, and writes this. The call before is kept as well: a rank that need not wait for
+    those of its host learns in the next call that their calls differ.
     """
 
     def __init__(self, reason: Reason, timeout: timedelta, local: SharedMemoryCommunicator | None) -> None:
@@ -403,7 +346,6 @@ class PresentCall:
         self._present: _Words | None = None
         self._before: _Words | None = None
         self._number = 0  # of the present call, equal for equal calls
-        self.is_compared = False
         self._error: BaseException | None = None
         self._has_told = False  # whether a message has reported the break; any thread sets it, and close() reads it
 
@@ -441,20 +383,13 @@ class PresentCall:
         return self._local is not None and self._local.differs_late and self._before is not None
 
     def error_of_message(self, error: BaseException, message: str) -> PhalanxError:
-        """Return what a message raises, given what was found, and the message with its line; it breaks the group.
-
-        Any thread may call it.
-        """
+        """Return what a message raises, given what was found, and the message; any thread may call it."""
         self._has_told = True
         found = self._reason.error(error, message, self.timeout_s, of_message=True)
         return found if isinstance(found, PhalanxError) else PeerLost(str(found))
 
     def compare_last(self, patience_s: float) -> None:
-        """Compare the last calls of the ranks, which no later call will, before this one leaves the group.
-
-        The leaders of the hosts compare every call before it is done, so only what the ranks beside them called can be
-        unknown then. A host's ranks compare that through the memory that they share.
-        """
+        """Compare the last calls of the ranks of this host; the leaders have compared theirs before a call is done."""
         if self._error is not None or self._has_told or not self._reason.calls:
             return
         found = self._difference(patience_s)
@@ -468,7 +403,7 @@ class PresentCall:
         if known is not None:
             is_of_last = not isinstance(known, Late) and known.at == self._reason.calls
             return TransferFailed(-1, "another rank has found what is wrong with the last call") if is_of_last else None
-        if self._local is not None and not self.is_compared:
+        if self._local is not None:
             try:
                 self._local.compare_rest(patience_s)
             except CollectiveMismatch as error:
@@ -483,7 +418,6 @@ class PresentCall:
             raise self._error
         if self._local is not None:
             self._local.begin_parts(self._number)
-        self.is_compared = False
         self._reason.begin()
         return self._number
 
@@ -495,8 +429,7 @@ class PresentCall:
         self._error = self._reason.error(error, text, self.timeout_s)
         self._reason.end()
         if self._error is not error:
-            # What Phalanx found itself is in the words of the error. An error among the ranks of this host would name
-            # their part of the call, such as the reduce in an all_reduce.
+            # An error among the ranks of this host names their part of the call, such as the reduce in an all_reduce.
             inner = isinstance(error, (Crossed, CallsDiffer, TransferFailed, PhalanxError))
             raise self._error from (None if inner else error)
 

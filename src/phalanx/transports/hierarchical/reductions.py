@@ -19,10 +19,9 @@ import torch
 
 from phalanx.errors import BackendError
 from phalanx.native.core import library
-from phalanx.transports.contract import Communicator
+from phalanx.transports.hierarchical.engine import Transfer
 from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.gloo import GlooEngine, Transfer
-from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes, in_chunks
+from phalanx.transports.hierarchical.layout import Scratch, in_chunks
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
 __all__ = ["Reductions"]
@@ -36,36 +35,29 @@ _SLOTS = 2 * _AHEAD + 2  # chunks under way, from the first that is expected to 
 class Reductions:
     """The reductions of one group; every rank of it calls the same method, with flat tensors.
 
-    In every method ``call`` is a number that is equal for equal calls, and an average counts as a sum. Each returns
-    whether the calls of all ranks have been compared before any rank returns.
-
-    Args:
-        layout: where the ranks are.
-        local: a communicator of the ranks of this host.
-        engine: carries bytes between hosts.
-        frames: the group's agreement.
-        sizes: at which the ways change.
+    In every method ``call`` is a number that is equal for equal calls, and an average counts as a sum.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: GlooEngine, frames: Frames, sizes: Sizes) -> None:
-        self.layout, self.local, self.engine = layout, local, engine
+    def __init__(self, frames: Frames) -> None:
+        self.layout, self.local, self.engine = frames.layout, frames.local, frames.engine
         self.scratch = Scratch()
-        self._frames, self._sizes = frames, sizes
+        self._frames, self._sizes = frames, frames.sizes
 
-    def all_reduce(self, call: int, flat: torch.Tensor, op: int) -> bool:
+    def all_reduce(self, call: int, flat: torch.Tensor, op: int) -> None:
         """Reduce for all ranks. 2 (H-1)/H S each way; with two hosts, which exchange their slices whole, that is S."""
         nbytes = flat.nbytes
         if nbytes > self._sizes.frame_bytes:
-            return self._reduce_slices(call, flat, op, None)
+            self._reduce_slices(call, flat, op, None)
+            return
         self.local.reduce(flat, 0, op)
         data, add = (flat.data_ptr(), nbytes), partial(_add_into, flat, op)
         ctypes.memmove(flat.data_ptr(), self._frames.meet(call, data, add, nbytes), nbytes)
-        return True
 
-    def reduce(self, call: int, flat: torch.Tensor, root: int, op: int) -> bool:
+    def reduce(self, call: int, flat: torch.Tensor, root: int, op: int) -> None:
         """Reduce for the root, whose tensor alone changes. S to its host; with more than two hosts S each way."""
         if flat.nbytes > self._sizes.frame_bytes:
-            return self._reduce_slices(call, flat, op, root)
+            self._reduce_slices(call, flat, op, root)
+            return
         host, place = self.layout.place(root)
         here = host == self.layout.host
         sums = flat.clone() if self.layout.leader else flat
@@ -77,41 +69,33 @@ class Reductions:
 
         if not here:
             self._frames.meet(call, own)
-            return True
+            return
         found = self._frames.meet(call, NOTHING, add, flat.nbytes)
         if place == self.layout.local:
             ctypes.memmove(flat.data_ptr(), found, flat.nbytes)
-        return True
 
-    def reduce_scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> bool:
+    def reduce_scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         """Reduce each input for one rank. All but those of a host's own ranks leave it, once, as the host's sums."""
         layout, count = self.layout, output.numel()
         if output.nbytes * len(inputs) <= self._sizes.frame_bytes:
             whole, rank = torch.cat([*inputs]), layout.here[layout.local]
             self.all_reduce(call, whole, op)
             output.copy_(whole[rank * count : (rank + 1) * count])
-            return True
+            return
         chunk_bytes = self._sizes.chunk_bytes // max(map(len, layout.hosts))  # the same everywhere
         chunks = zip(*(in_chunks(each, chunk_bytes) for each in (output, *inputs)), strict=True)
         work = [_Blocks(self, out, each, op, number % _SLOTS) for number, (out, *each) in enumerate(chunks)]
         self._run(call, work)
-        return False
 
-    def _reduce_slices(self, call: int, flat: torch.Tensor, op: int, root: int | None) -> bool:
+    def _reduce_slices(self, call: int, flat: torch.Tensor, op: int, root: int | None) -> None:
         chunks = in_chunks(flat, self._sizes.chunk_bytes)
         self._run(call, [_Slices(self, chunk, op, root, number % _SLOTS) for number, chunk in enumerate(chunks)])
-        return False
 
     def _run(self, call: int, work: Sequence[_Chunk]) -> None:
         """Take chunks through their steps, one after the other, with some of them under way at once."""
-
-        def expect() -> None:
-            for chunk in work[:_AHEAD]:
-                chunk.expect()
-
-        receive = self.engine.receive_early(work[0].peers, expect)
         self._frames.meet(call)
-        receive()
+        for chunk in work[:_AHEAD]:
+            chunk.expect()
         turns = len(work) + 2 * _AHEAD
         for turn in range(turns + 1):
             library().phx_record_piece(turn, turns)
@@ -129,19 +113,17 @@ class _Chunk(ABC):
     """One chunk of a reduction on its way through the steps.
 
     Args:
-        group: the group's reductions.
-        op: the number of the operation.
+        group, op: the group's reductions, and the operation's number.
         slot: a number that no other chunk under way has.
         sum: where what this rank adds goes; None if it adds nothing.
         sources: by other hosts, the rank there that brings the host's part of it.
-        peers: the ranks with which this one exchanges parts or sums.
     """
 
     def __init__(
-        self, group: Reductions, op: int, slot: int, sum: torch.Tensor | None, sources: dict[int, int], peers: set[int]
+        self, group: Reductions, op: int, slot: int, sum: torch.Tensor | None, sources: dict[int, int]
     ) -> None:
         self._layout, self._local, self._engine, self._scratch = group.layout, group.local, group.engine, group.scratch
-        self._op, self._slot, self._sum, self._sources, self.peers = op, slot, sum, sources, peers
+        self._op, self._slot, self._sum, self._sources = op, slot, sum, sources
         self._parts: dict[int, torch.Tensor] = {}
         self._coming: list[Transfer] = []
         self._sent: list[Transfer] = []
@@ -201,10 +183,7 @@ class _Blocks(_Chunk):
         layout = group.layout
         others = [(host, ranks) for host, ranks in enumerate(layout.hosts) if host != layout.host]
         sources = {host: ranks[layout.local % len(ranks)] for host, ranks in others}
-        targets = {
-            rank for _, ranks in others for at, rank in enumerate(ranks) if at % len(layout.here) == layout.local
-        }
-        super().__init__(group, op, slot, output, sources, targets.union(sources.values()))
+        super().__init__(group, op, slot, output, sources)
         self._inputs = inputs
 
     def reduce_inside(self) -> None:
@@ -242,7 +221,7 @@ class _Slices(_Chunk):
             self._sums = own if root is None else group.scratch.take(("sums", slot), own)
             share = self._shares(self._sums)[layout.host]
         adds = share is not None and share.numel() > 0
-        super().__init__(group, op, slot, share if adds else None, self._lane, set(self._lane.values()))
+        super().__init__(group, op, slot, share if adds else None, self._lane)
         self._sums_coming: list[Transfer] = []
 
     def expect(self) -> None:
@@ -309,13 +288,9 @@ def _cut(whole: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
 
 
 def _add_into(like: torch.Tensor, op: int, parts: Sequence[int], to: int) -> bool:
-    """Combine parts, element by element, in their order; 16-bit floats in 32 bits, and rounded once.
+    """Combine parts at these addresses, element by element, in their order; 16-bit floats in 32 bits, rounded once.
 
-    Args:
-        like: as long as each part, and of its dtype.
-        op: the number of the operation.
-        parts: the addresses of the parts.
-        to: the address of the result, which overlaps none of them.
+    ``like`` is as long as each part, and of its dtype. The result goes to the address ``to`` and overlaps none of them.
     """
     pointers = (ctypes.c_void_p * len(parts))(*parts)
     status = library().phx_combine(pointers, len(parts), to, like.numel(), DTYPE_NUMBERS[like.dtype][0], OP_NUMBERS[op])

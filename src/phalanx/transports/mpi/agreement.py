@@ -1,23 +1,19 @@
 """The agreement of an MPI group's ranks before each collective: they wait for each other, and compare their calls.
 
-MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
-makes is waited for without end. So the ranks first reduce four numbers to their minima: a fingerprint of the call and
-its complement, which show whether all calls are equal, and two for the lines from which they are made. The reduction is
-a persistent one (of MPI 4), which takes about a microsecond. It is tested for and not waited for in MPI, so that a
+MPI itself compares nothing. So the ranks first reduce four numbers to their minima: a fingerprint of the call and its
+complement, which show whether all calls are equal, and two for the lines from which they are made. The reduction is a
+persistent one (of MPI 4), which takes about a microsecond. It is tested for and not waited for in MPI, so that a
 timeout and Ctrl-C end it.
 
 A rank may still have timed out after it has taken part; it then sent a notice, so each rank checks for notices next. (A
-notice still in flight is missed. That window is not closed; the operation then waits until the job ends.)
-
-After that comes MPI's own blocking operation, which can be kept waiting by nothing but a death, and mpiexec ends the
-job on a death.
+notice still in flight is missed: the operation then waits until the job ends.) After that comes MPI's own blocking
+operation, which nothing keeps waiting but a death, and mpiexec ends the job on a death.
 
 PHALANX_MPI_CHECK=0, on rank 0, leaves all this out.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import time
@@ -30,8 +26,8 @@ import torch
 from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, listed
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
-from phalanx.native.core import Crossing, Status, library
-from phalanx.transports.call_check import CrossedLines, Judgements, Wish, crossed_lines, fingerprint, weight
+from phalanx.native.core import library
+from phalanx.transports.call_check import CrossedLines, Judgements, LinePairs, Wish, fingerprint, weight
 from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.mpi.peers import Notice
 from phalanx.transports.mpi.runtime import Runtime
@@ -58,44 +54,6 @@ _OF_ONE = ("last_operation", "last_line", "was_in_it")
 _MOST_FINGERPRINTS = 1024  # kinds of calls; a program that never repeats a shape must not fill the memory
 
 
-class Lines:
-    """The lines from which a rank and rank 0 make the group's calls: whether they call two in different orders.
-
-    ``collectives/line_order.h`` has the rule. Every rank compares its own lines with those of rank 0, which come with
-    the reduction. What it finds, the others learn in the next call. Only the thread that is in a collective uses this.
-
-    Attributes:
-        now: a function that returns the line of this thread's call as a number; 0 if it is not known.
-        is_error: whether the user wants an error, and not a warning.
-        unsettled: whether equal lines are to be counted, too.
-        found: the two lines, once they are found.
-    """
-
-    def __init__(self, rank: int, wish: str) -> None:
-        self._core, self._rank = library(), rank
-        self._pairs = self._core.phx_pairs_open()
-        self._judgements = Judgements(wish)
-        self.now: Callable[[], int] = self._core.phx_line_now
-        self.is_error = wish == Wish.ERROR
-        self.unsettled = False
-        self.found: CrossedLines | None = None
-
-    def __del__(self) -> None:
-        self._core.phx_pairs_close(self._pairs)
-
-    def meet(self, mine: int, theirs: int) -> bool:
-        """Note that a line of this rank has met one of rank 0; returns whether that is a mistake."""
-        if not mine or not theirs or not self._judgements.left:
-            return False
-        crossing = Crossing()
-        status = self._core.phx_pairs_meet(self._pairs, mine, theirs, ctypes.byref(crossing))
-        self.unsettled = not self._core.phx_pairs_settled(self._pairs)
-        if status == Status.CROSSED:
-            self.found = crossed_lines(crossing, self._rank, 0)
-            self._judgements.count(mistake=self.found is not None)
-        return self.found is not None
-
-
 class Agreement:
     """One group's comparison of calls.
 
@@ -113,8 +71,7 @@ class Agreement:
     ============= =============================== ============
 
     Args:
-        runtime: MPI under way.
-        comm: the group's communicator.
+        runtime, comm: MPI under way, and the group's communicator.
         members: the group's ranks, in the world.
         key: the group's name in notices; equal on every member.
         timeout_s: how long to wait for the others.
@@ -122,7 +79,6 @@ class Agreement:
     Attributes:
         checks: whether calls are compared at all.
         broken: the error after which the ranks are out of step; every further call raises it.
-        timeout_s: how long to wait for the others.
         sequence: how many comparisons this rank has begun.
         aborted: whether :meth:`abort` has been called.
     """
@@ -137,7 +93,11 @@ class Agreement:
         self.aborted = False
         self.sequence = 0
         wish = Wish.read(comm.bcast(Wish.said(), 0)) if runtime.check and comm.size > 1 else Wish.IGNORE
-        self._lines = Lines(comm.rank, wish) if wish != Wish.IGNORE else None
+        # Every rank compares its lines with those of rank 0; what it finds the others learn in the next call.
+        self._lines = LinePairs(comm.rank, 0, Judgements(wish)) if wish != Wish.IGNORE else None
+        self._line_now: Callable[[], int] = library().phx_line_now
+        self._is_error = wish == Wish.ERROR
+        self._crossed: CrossedLines | None = None  # of which the others are still to learn
         self._fingerprints: dict[Any, int] = {}
         self._own, self._common = array("q", [0, 0, _NONE, _NONE]), array("q", bytes(32))
         self._prepare(runtime.mpi)
@@ -168,11 +128,7 @@ class Agreement:
         op: int = -1,
         root: int = -1,
     ) -> None:
-        """Call an operation of MPI when every rank has come with the same call.
-
-        Args:
-            operation, arguments: what to call.
-            name, tensor, op, root: the call to be compared; what it does not have is left out.
+        """Call an operation of MPI when every rank has come with the same call: the last four, if it has them.
 
         Raises:
             CollectiveMismatch: the calls differ; every rank raises it, with the calls of all.
@@ -201,7 +157,7 @@ class Agreement:
             number = self._fingerprints[key] = fingerprint(name, tensor, op, root)
         own[_FINGERPRINT], own[_COMPLEMENT] = number, ~number
         if lines is not None:
-            line = lines.now()
+            line = self._line_now()
             if self._rank == 0:
                 own[_LINE_OF_RANK_0] = line
         self.sequence += 1
@@ -219,14 +175,16 @@ class Agreement:
             raise self._differ(_text(call))
         if lines is not None:
             if common[_FOUND_BY] != _NONE:
-                self._conclude(lines, common[_FOUND_BY], _text(call))
-            elif (common[_LINE_OF_RANK_0] != line or lines.unsettled) and lines.meet(line, common[_LINE_OF_RANK_0]):
-                own[_FOUND_BY] = self._rank
+                self._conclude(common[_FOUND_BY], _text(call))
+            elif common[_LINE_OF_RANK_0] != line or not lines.settled:
+                self._crossed = lines.meet(line, common[_LINE_OF_RANK_0])
+                if self._crossed is not None:
+                    own[_FOUND_BY] = self._rank
 
-    def _conclude(self, lines: Lines, found_by: int, call: str) -> None:
+    def _conclude(self, found_by: int, call: str) -> None:
         """Warn, on the rank that has found lines in different orders, or raise, on all, in the call that follows."""
-        disorder = lines.found if found_by == self._rank else None
-        if lines.is_error:
+        disorder = self._crossed if found_by == self._rank else None
+        if self._is_error:
             raise self._differ(f"{call} ({disorder.briefly()})" if disorder else call)
         self._lines = None  # on all ranks
         if disorder is not None:
@@ -249,11 +207,7 @@ class Agreement:
             raise self._differ(with_site(exchange_text(dtype, sent, expected)))
 
     def _ended(self, error: BaseException, call: _Call) -> None:
-        """Take note that an exception ends a call of this rank.
-
-        Raises:
-            PeerLost: MPI has failed.
-        """
+        """Take note that an exception ends a call of this rank; PeerLost if it is one of MPI's."""
         if self.broken is not None or isinstance(error, PhalanxError):
             return  # it is the group's error already, or a refusal that all ranks raise
         text = _text(call)
@@ -276,11 +230,7 @@ class Agreement:
         )
 
     def abort(self, interrupted_in: str = "") -> None:
-        """End the operation under way, on every rank, from any thread.
-
-        Args:
-            interrupted_in: the call that an exception has interrupted, if it is one; else the program wants it so.
-        """
+        """End the operation under way, on every rank, from any thread; an exception has interrupted this call."""
         self.aborted = True
         if self._runtime.usable:
             self._give_up("interrupted" if interrupted_in else "abort", interrupted_in or "destroying it")
@@ -297,13 +247,7 @@ class Agreement:
             self._free()
 
     def check_message(self, text: Callable[[], str], peer: int | None, waited: float) -> None:
-        """Raise if a message cannot come any more.
-
-        Args:
-            text: the message, for the error.
-            peer: the other rank in the group; None for any.
-            waited: for how long, in seconds.
-        """
+        """Raise if a message from or to this rank, or any, cannot come any more, after so many seconds."""
         if self.broken is not None:
             raise self.broken
         if self.aborted:
@@ -341,15 +285,9 @@ class Agreement:
                 self._check_notices(call, waited)
 
     def _check_notices(self, call: _Call, waited: float, *, came_late: bool = False) -> None:
-        """Raise if the other ranks will not finish the operation that this rank waits in.
+        """Raise if the other ranks will not finish the operation that this rank has waited in for so many seconds.
 
-        Args:
-            call: what this rank waits in.
-            waited: for how long, in seconds.
-            came_late: all ranks have come, so a rank that has given up did so before this one came.
-
-        Raises:
-            PeerLost: a rank has left, or gave up. CollectiveTimeout: the group's timeout has passed.
+        ``came_late``: all ranks have come, so one that has given up did so before this one came.
         """
         notice = self._notices.about(self.key, self.sequence, self._members)
         if notice is not None:

@@ -28,13 +28,7 @@ _GRACE_S = 0.6  # a failure that ends the process of a rank that has left comes 
 
 
 class _Peer(NamedTuple):
-    """Process of a rank, as it tells the others.
-
-    Attributes:
-        pid, namespace: its process id, and the namespace in which that is its id; empty if that is not known.
-        host: the name of its host.
-        descriptor, at: where its flight recorder is; -1 if it has none.
-    """
+    """Process of a rank: its id, in which namespace, on which host, and where its flight recorder is (-1: nowhere)."""
 
     pid: int
     namespace: str
@@ -44,11 +38,7 @@ class _Peer(NamedTuple):
 
 
 class Peers:
-    """The processes of the world's ranks; all ranks make it at the same time.
-
-    Args:
-        mpi, world: mpi4py's module, and the communicator of all ranks.
-    """
+    """The processes of the world's ranks; all ranks make it at the same time."""
 
     def __init__(self, mpi: Any, world: Any) -> None:
         neighbours = world.Split_type(mpi.COMM_TYPE_SHARED)
@@ -89,10 +79,7 @@ class Peers:
         return shown(place_of_main(self._peers[rank].pid)) if self._is_visible(rank) else ""
 
     def facts(self, rank: int) -> dict[str, Any]:
-        """The attributes of :class:`PeerLost` that are known of a rank of the world, and whether it ``was_in_it``.
-
-        Its last operation is known on this host, while its process is there, which has the recorder.
-        """
+        """The attributes of :class:`PeerLost` that are known of a rank of the world, and whether it ``was_in_it``."""
         peer = self._peers[rank]
         facts: dict[str, Any] = {"rank": rank, "pid": peer.pid, "host": peer.host}
         if peer.descriptor < 0 or not self._is_visible(rank):
@@ -119,13 +106,10 @@ class Peers:
 
 
 class Notice(NamedTuple):
-    """A notice that has arrived.
+    """A notice that has arrived from a rank of the world, which was in a call.
 
-    Attributes:
-        rank: the rank that sent it, in the world.
-        kind: ``timeout``, ``interrupted`` or ``abort``: that rank gave up in a group's operation; or ``left``.
-        sequence: how many operations the group had begun on that rank.
-        call: the call that the rank was in, with its line.
+    ``kind`` is ``left``, or ``timeout``, ``interrupted`` or ``abort`` if the rank gave up in a group's operation, which
+    was its ``sequence``-th there.
     """
 
     rank: int
@@ -137,8 +121,7 @@ class Notice(NamedTuple):
 class Notices:
     """Notices between the ranks of one world, sent and received.
 
-    A rank that gives up an operation tells the members of its group, and a rank that leaves the world tells all. Any
-    thread may call the methods.
+    A rank that gives up an operation tells its group, and one that leaves the world all. Any thread may call.
 
     ============== ============================= ==================================
     field          written by                    read by, and how
@@ -153,9 +136,8 @@ class Notices:
         mpi, comm: mpi4py's module, and a communicator of all ranks that nothing else uses.
 
     Attributes:
-        sequences: for the name of each group of this rank, the object whose ``sequence`` says how many operations the
-            rank has begun there. The others learn it when this rank leaves, so that a rank still in the last operation
-            does not take this one for missing there.
+        sequences: for the name of each group the object whose ``sequence`` says how many operations this rank has begun
+            there. The others learn it when this rank leaves.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -192,13 +174,7 @@ class Notices:
         return bool(probe(source, _TAG) or (self._probes_twice and probe(source, _TAG)) or self._given_up)
 
     def about(self, group: str, sequence: int, members: Iterable[int]) -> Notice | None:
-        """The notice that an operation of a group will not be answered, if one has arrived.
-
-        Args:
-            group: its name.
-            sequence: the number of the operation.
-            members: the group's ranks in the world.
-        """
+        """The notice that this operation of a group, which has these ranks of the world, will not be answered."""
         self._receive()
         # Before those that left: a rank that gave up soon leaves as well, and giving up is the cause to report.
         for name, notice in self._given_up:

@@ -49,8 +49,7 @@ class Runtime:
     Attributes:
         mpi: the module ``mpi4py.MPI``.
         world: a duplicate of MPI_COMM_WORLD, so that what the script sends on that one is not received here.
-        peers: what this rank knows of the processes of the others.
-        notices: the notices of the world's ranks, from when a world's group is made.
+        peers, notices: what ranks know of each other; notices are there once a world's group is made.
         check: whether collectives are compared before they run; rank 0's setting holds.
     """
 
@@ -94,11 +93,9 @@ class Runtime:
         self._kept.pop(id(what), None)
 
     def leave_unanswered(self, what: object, why: str = "") -> None:
-        """Record that an operation of several ranks was given up: MPI_Finalize would wait for it without end.
+        """Record that an operation was given up, for which MPI_Finalize would wait without end.
 
-        Args:
-            what: an object whose memory MPI may still use.
-            why: which operation, and what has ended it, if this rank's output does not say so anyway.
+        MPI may still use the memory of ``what``; ``why`` is which operation, and what has ended it.
         """
         self.keep(what)
         self._given_up = self._given_up or why
@@ -111,9 +108,8 @@ class Runtime:
     def finish(self) -> None:
         """End MPI, unless an exception is on its way. Called when the world's group is destroyed.
 
-        Two callers must not finalise here, since MPI_Finalize waits for ranks that may be waiting for this one: a
-        ``finally`` that runs while an exception is propagating, and an exit handler, which cannot see the exit code.
-        Both leave it to ``phx_mpi_end``, which runs last and knows the code.
+        A ``finally`` on an exception's way and an exit handler leave it to ``phx_mpi_end``, which runs last and knows
+        the exit code: MPI_Finalize waits for ranks that may be waiting for this one.
         """
         exits = not threading.main_thread().is_alive()
         if not self.usable or exits or sys.exc_info()[0] is not None:
@@ -123,7 +119,7 @@ class Runtime:
             self.notices.receive_last()
             self.mpi.Finalize()
 
-    def about_to_fail(self, error: BaseException) -> None:
+    def script_fails(self, error: BaseException, cause: str) -> None:
         """End the job soon: an exception that nobody caught ends this script. After an exit its code decides."""
         if isinstance(error, SystemExit) or self._alone or not self.usable:
             return
@@ -133,9 +129,6 @@ class Runtime:
         timer = threading.Timer(GRACE_S, self._abort)  # by then the traceback is out
         timer.daemon = True
         timer.start()
-
-    def script_fails(self, cause: str) -> None:
-        """MPI_Abort tells the other ranks."""
 
     def _abort(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -258,8 +251,8 @@ def running() -> Runtime | None:
 def mpi_broadcast(place: Place) -> Broadcast | None:
     """MPI's broadcast of a text from rank 0, if ``place`` is one of MPI's and mpi4py is installed.
 
-    For launchers whose variables do not say where rank 0 is. Only a call of the function that is returned imports
-    mpi4py and starts MPI, which the backend ``mpi`` uses later. All ranks must call it, or none.
+    For launchers whose variables do not say where rank 0 is. Only a call of it imports mpi4py and starts MPI. All ranks
+    must call it, or none.
     """
     if not place.traits.starts_mpi or importlib.util.find_spec("mpi4py") is None:
         return None

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
-from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
+from phalanx.diagnosis.ends import tell_how_the_script_ends
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
@@ -22,7 +22,7 @@ from phalanx.native.signals import SignalPoll
 from phalanx.transports.call_check import MOST_JUDGED, Wish, crossed_lines
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.operands import reducible
-from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, left_text, text_of_call
+from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED, Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment, share_parts
@@ -37,27 +37,22 @@ _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Collectives through one shared segment (see ``native/csrc/segment/segment.h`` for its protocol).
+    """Collectives through one shared segment (``native/csrc/segment/segment.h`` has its protocol).
 
     Every rank of the group constructs it, at the same point of its program.
 
     Args:
         store: the group's part of the job's store, in which the ranks exchange how to reach the segment.
-        rank: this process's rank in the group.
-        size: the number of ranks, at most 1024.
+        rank, size: this process's place in the group of at most 1024 ranks.
         timeout: how long to wait for the others, here and in every collective.
-        tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
-            machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. All ranks use
-            those of rank 0.
+        tuning: by default what ``phalanx bench --tune`` found, else what is built in. All ranks use that of rank 0.
         names: what errors call the ranks; by default their ranks in the group.
 
     Attributes:
-        part_of: tells the call, with its line, that the calls of this group are a part of, for errors; None if they
-            are the user's own.
-        outer_error: makes the error of a message of what this group knows of its end, and of the message with its line,
-            where the group is a part of a larger one; else None.
+        part_of: tells the call, with its line, of a larger group, of which the calls of this one are a part; or None.
+        outer_error: makes the error of a message for that larger group, of what this one knows and of the message.
         crossed: which lines this rank has found crossed, if that is an error that the user wants.
-        meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
+        meeting: the name of the meeting at which the ranks made it (:class:`NotOneHost`).
 
     Raises:
         NotOneHost: a rank cannot make or open the segment; the message says which and why.
@@ -101,10 +96,9 @@ class SharedMemoryCommunicator(Communicator):
         self.part_of: Callable[[], str] | None = None
         self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
         self._told = False  # whether this rank has raised the error of the broken group
-        # The last call that returned before every other rank had confirmed it, as a broadcast's root does. If it did
-        # not match, that is found in a later call, whose error must name this one. Kept as (call site, function that
-        # writes the text, its arguments), or, from c10d/quick.py, as a function that returns these three. The thread in
-        # a collective writes it; one that explains its message reads it, too: one assignment replaces it whole.
+        # The last call that returned before every other rank had confirmed it, as a broadcast's root does: if it does
+        # not match, the error of a later call must name it. (Call site, function that writes the text, arguments), or,
+        # from c10d/quick.py, a function that returns these three. One assignment replaces it whole.
         self._unheard: _Unheard | Callable[[], _Unheard | None] | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -154,21 +148,8 @@ class SharedMemoryCommunicator(Communicator):
         why = self._mailbox.why_broken()
         return bool(why.status == Status.TIMEOUT and why.rank != self.rank)
 
-    def who_left(self, error: BaseException) -> tuple[int, str] | None:
-        """The rank that has left this group, so that an error came about, and the error of the message; see there."""
-        return who_left(error, self._mailbox)
-
-    def about_to_fail(self, error: BaseException) -> None:
-        """Let the others name the rank that has left, if that is why this one fails (``diagnosis/ends.py``)."""
-        if (left := self.who_left(error)) is not None:
-            self._mailbox.describe(left_text(*left))
-
     def group_fails(self, error: BaseException, cause: str) -> None:
-        self.about_to_fail(error)
         self._mailbox.group_fails(cause)
-
-    def script_fails(self, cause: str) -> None:
-        """Do nothing: the core has told the others (``diagnosis/ends.py``)."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Find those of these ranks that have gone (``membership/liveness.py``)."""
@@ -297,10 +278,10 @@ class SharedMemoryCommunicator(Communicator):
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self._mailbox.send(tensor, DTYPES[tensor.dtype], peer, tag)
+        return self._mailbox.send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        return self._mailbox.recv(tensor, DTYPES[tensor.dtype], peer, tag)
+        return self._mailbox.recv(tensor, peer, tag)
 
     def rest(self) -> None:
         self._mailbox.rest()
@@ -311,12 +292,6 @@ class SharedMemoryCommunicator(Communicator):
     # -- lifetime and errors -----------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:
-        """Set how long collectives and messages wait for another rank from now on.
-
-        Args:
-            timeout: of both, unless messages have their own.
-            of_messages: theirs.
-        """
         self._timeout_s = timeout.total_seconds()
         self._message_timeout_s = self._timeout_s if of_messages is None else of_messages.total_seconds()
         with self._mailbox as comm:
@@ -387,11 +362,7 @@ class SharedMemoryCommunicator(Communicator):
         raise self._explain(text)
 
     def _judge_crossing(self) -> str:
-        """Decide about lines that the last call has found crossed, and warn if that is all there is to do.
-
-        Returns:
-            What was crossed, in words, if that is an error, and then the group is broken; else an empty text.
-        """
+        """Warn of lines that the last call has found crossed; if that is an error, name them and break the group."""
         self._core.phx_crossing(self._comm, ctypes.byref(found := Crossing()))
         crossed = crossed_lines(found, self._names[self.rank], self._names[found.peer])
         if crossed is not None and Wish.read() == Wish.ERROR:

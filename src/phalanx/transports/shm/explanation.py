@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -36,7 +35,6 @@ __all__ = [
     "ends_of",
     "exchanged",
     "explain",
-    "left_text",
     "process_ids",
     "text_of_call",
     "unequal_ends",
@@ -172,10 +170,10 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
             pid=why.peer_pid,
             **facts_of(comm, why.rank),
         )
-    return _gone(comm, why, lost, waiting, names)
+    return _gone(comm, why, lost, waiting)
 
 
-def _gone(comm: int, why: Breakage, lost: int, waiting: str, names: Sequence[int]) -> PeerLost:
+def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
     """The error for a rank that went, and for how it went."""
     facts = facts_of(comm, why.peer)
     if why.how == Going.LEFT:
@@ -183,12 +181,6 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str, names: Sequence[int
     if why.how == Going.REPLACED:
         return PeerLost.replaced(lost, why.peer_pid, waiting, **facts)
     if why.how == Going.FAILED:
-        # A rank that an exception ended has described it before it told that it goes.
-        left = _left(comm, why.peer)
-        if left is not None:
-            pid = _pid_of(comm, left[0], names)
-            told = (*left, lost, why.peer_pid, waiting)
-            return PeerLost.left_before_failure(*told, left_pid=pid, host=machine_name())
         cause = _calls(comm, [why.peer], 0.0).get(why.peer, "")
         return PeerLost.failed(lost, why.peer_pid, cause, waiting, **facts)
     ending = how_ended(why.peer_pid)
@@ -204,24 +196,6 @@ def _living(pid: int, *, is_own: bool) -> tuple[str, bool]:
     return f"is at {shown(place)}" if place else "is alive", False
 
 
-def left_text(rank: int, error: str) -> bytes:
-    """Describe why a script fails: the rank ``rank`` has left the group, which led to ``error``."""
-    text = json.dumps({"left": rank, "text": error}).encode()
-    while len(text) >= TEXT_BYTES:
-        error = error[:-8]
-        text = json.dumps({"left": rank, "text": error}).encode()
-    return text
-
-
-def _left(comm: int, rank: int) -> tuple[int, str] | None:
-    """Read what a rank has described by :func:`left_text`; None if it has not."""
-    text = ctypes.create_string_buffer(TEXT_BYTES)
-    if not library().phx_description(comm, rank, text) or not text.value.startswith(b"{"):
-        return None
-    said = json.loads(text.value)
-    return (said["left"], said["text"]) if "left" in said else None
-
-
 def facts_of(comm: int, peer: int) -> dict[str, Any]:
     """Collect what is known of a rank from its flight recorder."""
     facts: dict[str, Any] = {"host": machine_name()}
@@ -233,12 +207,6 @@ def facts_of(comm: int, peer: int) -> dict[str, Any]:
 
 def _recording(comm: int, rank: int) -> Recording | None:
     return read_memory(library().phx_recorder_of(comm, rank))
-
-
-def _pid_of(comm: int, name: int, names: Sequence[int]) -> int:
-    """The process id of a rank of this host, by its flight recorder; 0 if it is not known."""
-    recording = _recording(comm, names.index(name)) if name in names else None
-    return recording.pid if recording is not None else 0
 
 
 def _line(comm: int, rank: int, number: int, *, is_own: bool) -> str:

@@ -19,12 +19,12 @@ import torch
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_site
-from phalanx.diagnosis.ends import note_left
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
 from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
 from phalanx.transports.contract import GLANCE_S, SENT, Message
+from phalanx.transports.shm.numbers import DTYPES
 
 __all__ = ["Elsewhere", "Mailbox", "SharedMemoryMessage"]
 
@@ -33,24 +33,16 @@ NAP_S = 0.002
 
 
 class Elsewhere(Protocol):
-    """The ranks of a group that are on other hosts, as its messages need them. Any thread may ask.
-
-    Attributes:
-        undialled: the ranks that this one has not dialled yet.
-    """
+    """The ranks of a group that are on other hosts, as its messages need them. Any thread may ask."""
 
     undialled: Set[int]
 
     def dial(self, peer: int) -> None:
-        """Connect to a rank in the background, as there is a message for it. BackendError if no thread can do so."""
+        """Connect to a rank that is not dialled yet in the background, as there is a message for it."""
         ...
 
     def look_for(self, peer: int | None, *, if_gone: bool = False) -> None:
-        """Find out whether a rank that a message does not come from, or any, is there: it is dialled, too.
-
-        Args:
-            if_gone: only if it is known to have gone, so that the message ends.
-        """
+        """Dial a rank that a message does not come from, or any, to know whether it is there; or if it has gone."""
         ...
 
     def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
@@ -61,12 +53,9 @@ class Elsewhere(Protocol):
 class Mailbox:
     """The messages of one group, and the one way to its handle for threads that are not in a collective.
 
-    ``with mailbox as comm`` gives any thread the handle for a call of the core; 0 once the group is closed. It
-    first appends to ``inside``, and then reads ``comm`` and ``ended``. The thread that closes the group sets
-    ``ended``, clears ``comm``, and waits until nobody is inside. So a thread finds that the group is closed, or is
-    waited for. (A list's append and pop are atomic.)
-
-    In a forked child the group counts as closed, since the handle's memory is shared with the parent.
+    ``with mailbox as comm`` gives any thread the handle for a call of the core; 0 once the group is closed, as it is in
+    a forked child. It first appends to ``inside``, then reads ``comm``. The thread that closes the group clears
+    ``comm``, and waits until nobody is inside. (A list's append and pop are atomic.)
 
     Args:
         comm: the core's handle of the group.
@@ -99,12 +88,6 @@ class Mailbox:
     def __exit__(self, *exception: object) -> None:
         self.inside.pop()
 
-    def describe(self, text: bytes) -> None:
-        """Write down what this rank was doing, or why it goes, for the others; only its first such text counts."""
-        with self as comm:
-            if comm:
-                self.core.phx_describe(comm, text[: TEXT_BYTES - 1])
-
     def group_fails(self, cause: str) -> None:
         """Tell the other ranks that this one is about to close the group because of an exception."""
         with self as comm:
@@ -118,25 +101,25 @@ class Mailbox:
             broken = comm and self.core.phx_breakage(comm, ctypes.byref(why))
         return why if broken else Breakage()
 
-    def send(self, tensor: torch.Tensor, dtype: int, peer: int, tag: int) -> Message:
-        """Start sending; most small messages are done at once. ``dtype`` is the core's number."""
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        """Start sending; most small messages are done at once."""
         with self as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
-            what = (comm, tensor.data_ptr(), _end(tensor, dtype), peer, tag & 0xFFFFFFFF)
+            what = (comm, tensor.data_ptr(), _end(tensor), peer, tag & 0xFFFFFFFF)
             if self.core.phx_send_now(*what):
                 return SENT
             if self.elsewhere is not None and peer in self.elsewhere.undialled:
                 self.elsewhere.dial(peer)
             return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
 
-    def recv(self, tensor: torch.Tensor, dtype: int, peer: int | None, tag: int) -> Message:
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         """Start receiving."""
         with self as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
             source = ANY_SOURCE if peer is None else peer
-            handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor, dtype), source, tag & 0xFFFFFFFF)
+            handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor), source, tag & 0xFFFFFFFF)
             return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
 
     def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
@@ -153,11 +136,7 @@ class Mailbox:
                 self._finished = self.core.phx_messages_rest(comm, self._finished)
 
     def end(self, in_order: bool = False) -> None:
-        """Let no message move any more, and end every wait for one.
-
-        Args:
-            in_order: tell the ranks of other hosts that this one has left.
-        """
+        """Let no message move any more, and end every wait; ``in_order`` tells other hosts that this rank has left."""
         with self as comm:
             if comm and not self.ended:
                 self.ended = True
@@ -174,8 +153,7 @@ class Mailbox:
         """Wait until no thread has the handle any more; the messages have been ended.
 
         Returns:
-            False if one stays inside: it waits for a message, and a signal handler that has interrupted it destroys the
-            group, so it cannot come back before this returns.
+            False if one stays inside: a signal handler that has interrupted it destroys the group.
         """
         self.comm = 0
         patience = time.monotonic() + LEAVING_S
@@ -184,9 +162,9 @@ class Mailbox:
         return not self.inside
 
 
-def _end(tensor: torch.Tensor, dtype: int) -> object:
+def _end(tensor: torch.Tensor) -> object:
     """This rank's end of a message that its program starts now, as the core reads it in the call."""
-    return byref(End(tensor.nbytes, dtype, recorder.number_here()))
+    return byref(End(tensor.nbytes, DTYPES[tensor.dtype], recorder.number_here()))
 
 
 _open: weakref.WeakSet[Mailbox] = weakref.WeakSet()
@@ -291,9 +269,7 @@ class SharedMemoryMessage(Message):
         with self._mailbox as comm:
             if comm:
                 self._mailbox.core.phx_going(comm, self._peer, byref(pid))
-        error = PeerLost.left_before_message(waiting, group_rank=peer, pid=pid.value, host=machine_name())
-        note_left(error, self._mailbox, peer)
-        return error
+        return PeerLost.left_before_message(waiting, group_rank=peer, pid=pid.value, host=machine_name())
 
     def _name_of(self, peer: int) -> int:
         return self._mailbox.names[peer]

@@ -1,18 +1,14 @@
 """Meet in a segment of shared memory, or find that there can be none; share further memory beside it.
 
-All of it are memfds that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``. They have no name to
-leak, are not bounded by the size of /dev/shm (64 MB in containers), and are gone with the last process that has them. A
-rank that can open the segment and reads the right cookie is on the same host; hostnames are not compared.
+All of it are memfds that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``
+(docs/design/transports.md says why). A rank that can open the segment and reads the right cookie is on the same host.
 
-The ranks meet under one key, ``offer``. Rank 0 deletes the offer before it publishes the outcome, so a rank that has
-read the outcome cannot mistake the old offer for the next meeting's. Every other key carries the offer's cookie. So a
-meeting that failed leaves nothing that the next one could take for its own, however often each rank has tried. A rank
-that gives up while rank 0 still waits takes its answer back, so that nobody counts on it, and it may come again to the
-same offer. If it dies before it has, the others find its process gone when all have attached.
+The ranks meet under one key, ``offer``. Rank 0 deletes it before it publishes the outcome, and every other key carries
+the offer's cookie, so no meeting takes anything of an earlier one for its own. A rank that gives up while rank 0 still
+waits takes its answer back, and may come again to the same offer.
 
 When all have attached, each looks whether it sees the others' processes, by descriptors of the segment that they hold
-open meanwhile. Otherwise it could not learn of their deaths: a rank may have a /proc, or a clock, of its own. The ranks
-exchange in the segment itself what they have seen, so all come to the same end.
+open meanwhile: else it could not learn of their deaths. What they have seen they exchange in the segment itself.
 """
 
 from __future__ import annotations
@@ -58,8 +54,7 @@ _ENDED_WAIT = "the store ended the wait before its time"
 class NotOneHost(InitializationError):
     """Some rank cannot reach the segment, so the group does not live on one host. Every rank raises it.
 
-    Attributes:
-        meeting: the name of the meeting that ended so, equal on every rank and of no other meeting.
+    ``meeting`` names the meeting that ended so, equally on every rank; no other meeting has that name.
     """
 
     def __init__(self, message: str, meeting: str = "") -> None:
@@ -80,13 +75,11 @@ def join_segment(
 
     Args:
         store: where they meet; when they have, nothing of the meeting stays there.
-        rank, size: this process's place in the group.
-        timeout: for all of them to come.
+        rank, size, timeout: of the group, and for all of them to come.
         tuning, spin, poll: for the core.
 
     Returns:
-        The core's handle of this rank's view of the segment, and the name of the meeting (equal on every rank, and of
-        no other meeting).
+        The core's handle of this rank's view of the segment, and the name of the meeting (:class:`NotOneHost`).
 
     Raises:
         NotOneHost: some rank, perhaps rank 0 itself, could not make or attach the segment.
@@ -154,8 +147,8 @@ def _offer(
     """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and publish the outcome.
 
     Returns:
-        The outcome: why the group was not made (ranks did not come, or rank 0 gave up); which ranks came but could not
-        attach; and the rank that has gone, if one has, with its pid and host. All empty when all is well.
+        Why the group was not made; which ranks came but could not attach; and the rank that has gone, with its pid and
+        host. All empty when all is well.
     """
     try:
         store.set(OFFER, json.dumps([_own_pid(), descriptor, name]))
@@ -221,8 +214,7 @@ def _attach(descriptor: int, rank: int, cookie: bytes, spin: int, poll: Callable
 def _reach(pid: int, number: int) -> tuple[int, str]:
     """A descriptor of the file that rank 0 has open under this number; or -1, and why there is none.
 
-    On another host, or in another container, it is the number of any process of this user, which may have a pipe or a
-    device there. To open such a thing does something to it, so it is looked at first, by O_PATH.
+    On another host it is the number of any process, which may have a device there: so it is looked at first, by O_PATH.
     """
     try:
         seen = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
@@ -328,14 +320,9 @@ def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
 
 
 def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
-    """Make memory of so many bytes, all of them zero; every rank of a host does at the same point of its program.
+    """Make memory of so many bytes, zeros at first, which the ranks of a communicator share; each of them calls it.
 
-    Args:
-        local: a communicator of these ranks.
-        nbytes: how much; equal on all of them.
-
-    Returns:
-        The memory, as bytes. It stays as long as any rank has a tensor of it.
+    It stays as long as any rank has a tensor of it.
 
     Raises:
         OSError, RuntimeError: the kernel gives no memory, or no descriptor: make fewer groups.
@@ -370,15 +357,11 @@ def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
 
 
 def share_parts(local: Communicator, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make memory in which each rank of a host has a part, which it alone writes.
-
-    Args:
-        local: a communicator of these ranks; each of them calls this at the same point of its program.
-        nbytes: how much this rank wants.
+    """Make memory in which each rank of a communicator has a part of the size it wants, which it alone writes.
 
     Returns:
-        All of the memory, alike on every rank, and this rank's part. Once no tensor of the part is left its pages are
-        given back, and its addresses stay taken as long as the whole memory is there.
+        All of the memory, and this rank's part. Once no tensor of the part is left its pages are given back, and its
+        addresses stay taken as long as the whole memory is there.
     """
     wanted = [torch.zeros(1, dtype=torch.int64) for _ in range(local.size)]
     local.all_gather(wanted, torch.tensor([nbytes]))

@@ -263,8 +263,11 @@ static int fits(const phx_message *receive, uint32_t src, uint32_t tag)
     return (receive->peer == src || receive->peer == PHX_ANY_SOURCE) && receive->tag == tag;
 }
 
-static int agree(const phx_message *receive, const struct phx_end *sent)
+/* Whether a receive takes what is sent. Raw bytes, which have the dtype 0, may be fewer than the receive has room for. */
+static int agree(phx_message *receive, const struct phx_end *sent)
 {
+    if (!receive->end.dtype && sent->nbytes < receive->end.nbytes)
+        receive->end.nbytes = sent->nbytes;
     return receive->end.nbytes == sent->nbytes && receive->end.dtype == sent->dtype;
 }
 
@@ -405,6 +408,8 @@ void phx_mail_receive(phx_comm *comm, phx_message *receive)
     if (!aside) {
         phx_list_append(&comm->mail->posted, receive);
         move_all(comm);
+        if (receive->peer != PHX_ANY_SOURCE)
+            phx_remote_posted(comm, receive->peer);
     } else {
         const uint32_t src = receive->peer = aside->peer, place = comm->mail->streams[src].place;
         const int agrees = agree(receive, &aside->end);

@@ -142,6 +142,12 @@ int phx_remote_send_now(phx_comm *comm, const void *data, const struct phx_end *
 /* PHX_OK while messages from a rank of another host, or to it, may come or go; else PHX_PEER_LEFT or PHX_CUT. */
 int phx_remote_state(const struct phx_mail *mail, uint32_t rank, int receiving);
 
+/* Have a large receive of a collective looked after, which has been posted. */
+void phx_remote_posted(phx_comm *comm, uint32_t src);
+
+/* The connection on which alone a receive depends, which this thread may watch itself; -1 if there is none. */
+int phx_remote_socket(phx_comm *comm, const phx_message *message);
+
 /* How many bytes have been moved to or from the rank. */
 uint64_t phx_remote_progress(const struct phx_mail *mail, uint32_t rank, int receiving);
 

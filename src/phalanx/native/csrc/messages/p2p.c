@@ -3,6 +3,7 @@
  * mail.c moves the bytes; here is what a waiting thread does between its attempts: spin, yield, sleep on the bell of
  * its place, and after each slice check whether the message can still come. Cost of a message: n bytes in, n bytes out,
  * one ring of the bell for every piece of 64 KiB. */
+#include <poll.h>
 #include <sched.h>
 #include <stdlib.h>
 
@@ -143,6 +144,20 @@ void phx_message_expect(phx_comm *comm, phx_message *message)
     message->expected = 1;
 }
 
+/* Sleep on the connection itself where only what comes from there can end the wait: so one thread is woken, and not two. */
+static enum phx_sleep sleep_until_ready(phx_comm *comm, const phx_message *message, uint32_t bell)
+{
+    const int socket = comm->spin ? -1 : phx_remote_socket(comm, message);
+    if (socket < 0) {
+        struct phx_place *place = &comm->places[comm->rank];
+        phx_mail_watch(comm);
+        return phx_sleep(&place->bell, bell, &place->listening);
+    }
+    struct pollfd awaited = {.fd = socket, .events = POLLIN};
+    const int ready = poll(&awaited, 1, (int)(PHX_SLICE_NS / 1000000));
+    return ready > 0 ? PHX_WOKEN : ready == 0 ? PHX_SLEPT_OUT : PHX_SIGNALLED;
+}
+
 int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
 {
     struct phx_place *place = &comm->places[comm->rank];
@@ -171,13 +186,11 @@ int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
             struct phx_breakage why;
             return phx_breakage(comm, &why);
         }
-        if (phx_now_ns() - start < PHX_YIELD_NS) {
+        if (comm->spin && phx_now_ns() - start < PHX_YIELD_NS) {
             sched_yield();
             continue;
         }
-        phx_mail_watch(comm);
-        const enum phx_sleep slept = phx_sleep(&place->bell, bell, &place->listening);
-        if (slept != PHX_WOKEN && comm->poll && comm->poll())
+        if (sleep_until_ready(comm, message, bell) != PHX_WOKEN && comm->poll && comm->poll())
             return phx_break(comm, PHX_INTERRUPTED, comm->rank);
         const uint64_t now = phx_now_ns();
         waited += phx_waited_ns(now - looked);

@@ -270,16 +270,38 @@ static int pull(struct phx_remote *remote, phx_message *message)
     return 1;
 }
 
+/* Have so many bytes make the connection ready. */
+static void expect_bytes(struct phx_remote *remote, int enough)
+{
+    if (enough != remote->enough && !setsockopt(remote->in, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof enough))
+        remote->enough = enough;
+}
+
 /* Have ready.c look after what comes. Its thread is woken for a good part of a large message, and not for each packet. */
 static void watch_in(struct phx_mail *mail, uint32_t rank)
 {
     struct phx_remote *remote = mail->streams[rank].remote;
     const phx_message *message = mail->streams[rank].arriving;
     const uint64_t rest = message ? message->end.nbytes - message->moved : 1;
-    const int enough = rest <= PHX_PIECE ? 1 : rest < GOOD_PART ? (int)rest : GOOD_PART;
-    if (enough != remote->enough && !setsockopt(remote->in, SOL_SOCKET, SO_RCVLOWAT, &enough, sizeof enough))
-        remote->enough = enough;
-    phx_ready_watch(mail, remote->in, rank, 1, remote->in_watched = 1);
+    expect_bytes(remote, rest <= PHX_PIECE ? 1 : rest < GOOD_PART ? (int)rest : GOOD_PART);
+    remote->in_watched = 1;
+    phx_ready_watch(mail, remote->in, rank, 1, 0);
+}
+
+/* Whether a large receive of a collective is posted: it comes while the thread that will wait for it computes. */
+static int awaits_bulk(const phx_comm *comm, uint32_t src)
+{
+    const phx_message *receive = comm->spin ? NULL : comm->mail->posted.first;
+    while (receive && !(receive->peer == src && is_bulk(receive)))
+        receive = receive->next;
+    return receive != NULL;
+}
+
+void phx_remote_posted(phx_comm *comm, uint32_t src)
+{
+    const struct phx_remote *remote = comm->mail->streams[src].remote;
+    if (remote && remote->in >= 0 && !remote->in_watched && !remote->blocked && awaits_bulk(comm, src))
+        watch_in(comm->mail, src);
 }
 
 static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
@@ -333,6 +355,24 @@ uint64_t phx_remote_progress(const struct phx_mail *mail, uint32_t rank, int rec
     return !remote ? 0 : receiving ? remote->received : remote->sent;
 }
 
+int phx_remote_socket(phx_comm *comm, const phx_message *message)
+{
+    struct phx_mail *mail = comm->mail;
+    pthread_mutex_lock(&mail->lock);
+    const uint32_t peer = message->peer;
+    struct phx_remote *remote = message->receiving && peer != PHX_ANY_SOURCE ? mail->streams[peer].remote : NULL;
+    int socket = remote && !remote->in_watched && !remote->blocked && !message->done ? remote->in : -1;
+    for (uint32_t i = 0; i < mail->nreached; i++) {
+        const struct phx_stream *stream = &mail->streams[mail->reached[i]];
+        if (stream->sends.first && !stream->remote->out_watched)
+            socket = -1;
+    }
+    if (socket >= 0)
+        expect_bytes(remote, 1);
+    pthread_mutex_unlock(&mail->lock);
+    return socket;
+}
+
 void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write)
 {
     struct phx_mail *mail = comm->mail;
@@ -344,7 +384,7 @@ void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write
         if (remote->in >= 0 && phx_mail_may_move(comm)) {
             move_arrivals(comm, rank, 1);
             /* After a message the threads that have slept look themselves, and sleep again if they have to. */
-            if (remote->in >= 0 && !remote->blocked && mail->finished == finished)
+            if (remote->in >= 0 && !remote->blocked && (mail->finished == finished || awaits_bulk(comm, rank)))
                 watch_in(mail, rank);
         }
     } else if (remote->out >= 0) {
