@@ -126,7 +126,8 @@ def test_both_sides_of_a_cut_name_the_other_host(
     found = outcomes(hosts, tmp_path, go_on, lambda _: hosts.cut(0))
     check(found[:2], since, (2, 3), "h1")
     check(found[2:], since, (0, 1), "h0")
-    assert all("is cut" in told["text"] for outcome in found for told in outcome.value)
+    texts = [told["text"] for outcome in found for told in outcome.value]
+    assert all("is cut" in text for text in texts), texts
     no_words_of_gloo(capfd)
 
 

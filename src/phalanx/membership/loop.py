@@ -148,6 +148,7 @@ class Connection:
         self.hear: Callable[[bytes], object] = lambda data: None
         self.ended: Callable[[Exception | None], object] = lambda why: None
         self._loop, self._out = loop, bytearray()
+        self._failed: OSError | None = None  # of a send; the kernel says why once, and then it is only the end
         loop.selector.register(sock, _READ, self._ready)
         loop.connections.add(self)
 
@@ -166,8 +167,12 @@ class Connection:
                 self._end(None)
         elif self.sock.fileno() >= 0:
             sent = 0
-            with contextlib.suppress(OSError):  # a peer that has gone is noticed when receiving
+            try:
                 sent = self.sock.send(data)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._failed = self._failed or error
             if sent < len(data):
                 self._out += data[sent:]
                 self._loop.selector.modify(self.sock, _READ | _WRITE, self._ready)
@@ -201,19 +206,20 @@ class Connection:
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(error)
+            self._end(self._failed or error)
             return
         if data:
             self.take(data)
         else:
-            self._end(None)
+            self._end(self._failed)
 
     def _push(self) -> None:
         try:
             del self._out[: self.sock.send(self._out)]
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            self._failed = self._failed or error
             self._out.clear()
         if not self._out:
             self._loop.selector.modify(self.sock, _READ, self._ready)
