@@ -23,8 +23,6 @@ from torch.autograd import profiler
 from torch.utils import _python_dispatch
 
 from phalanx.c10d.work import DoneWork
-from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import inside
 from phalanx.native.core import quick_entry
 from phalanx.transports.operands import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -49,15 +47,8 @@ _SIGNED_64 = 8
 def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
     """Give a process group its quick methods, if there can be any. They find by themselves that the group is closed."""
     entry = _entry(group, communicator.handle, communicator)
-    if entry is None:
-        return
-
-    def unheard() -> Any:
-        site, name, (dtype, shape), op, root = entry.last()
-        return recorder.site_of(site), text_of_call, (name, dtype, shape, None if op < 0 else op, root)
-
-    entry.set_explain(unheard)
-    vars(group).update(entry.methods())
+    if entry is not None:
+        vars(group).update(entry.methods())
 
 
 def quicken_messages(group: Any, mailbox: Mailbox) -> None:
@@ -110,13 +101,13 @@ def _module() -> ModuleType | str:
         torch.Tensor.is_neg,
         vars(profiler),
         vars(_python_dispatch),
-        inside,
         # How the group's method learns that its caller waits for the message, and lets nobody else have the handle.
         _code_of(dist.send),
         _code_of(dist.recv),
         DoneWork,
         DoneWork([]),
         torch._C._len_torch_function_stack,
+        text_of_call,
     )
     for which, (kind, has_op, has_root) in enumerate(_OPTIONS):
         layout = _layout(module, kind, has_op, has_root)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from phalanx.diagnosis import call_site, recorder
+from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import dtype_name
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
-from phalanx.native.core import RecordedGroup, quick_entry
+from phalanx.native.core import RecordedGroup
 from phalanx.transports.contract import SENT, Communicator, Message
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
@@ -59,34 +59,27 @@ class RecordedCalls:
 def _collective(
     body: Callable[..., None], recorded: RecordedGroup, kind: int, tensor_at: int, op_at: int, root_at: int
 ) -> Callable[..., None]:
-    entry: Any = quick_entry()
-    if not isinstance(entry, str):
-        running = call_site.running
-        made: Callable[..., None] = entry.Recorded(
-            body, addressof(recorded), recorded, kind, tensor_at, op_at, root_at, _DTYPES, OP_NUMBERS, running
-        )
-        return made
-    group = addressof(recorded)
+    group, (begin, end) = addressof(recorded), recorder.begin_and_end()
 
     def call(*arguments: Any) -> None:
         what, nbytes = kind, 0
         if tensor_at >= 0:
             tensor = arguments[tensor_at]
-            if not isinstance(tensor, torch.Tensor):  # an all_to_all's
-                nbytes = sum(part.nbytes for part in tensor)
+            if isinstance(tensor, (list, tuple)):  # an all_to_all's
+                nbytes = sum([part.nbytes for part in tensor])
                 tensor = tensor[0]
             else:
                 nbytes = tensor.nbytes
             what |= _DTYPES[tensor.dtype]
         if op_at >= 0:
             what |= OP_NUMBERS.get(arguments[op_at], 0) << 16
-        ticket = recorder.begin(group, what, nbytes, arguments[root_at] if root_at >= 0 else -1)
+        ticket = begin(group, what, nbytes, arguments[root_at] if root_at >= 0 else -1)
         try:
             body(*arguments)
         except BaseException:
-            recorder.end(ticket, True)
+            end(ticket, True)
             raise
-        recorder.end(ticket, False)
+        end(ticket, False)
 
     return call
 

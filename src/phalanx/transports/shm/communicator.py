@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
 from phalanx.diagnosis.ends import tell_how_the_script_ends, who_left
 from phalanx.diagnosis.reading import with_own_wait
@@ -103,9 +104,9 @@ class SharedMemoryCommunicator(Communicator):
         self._told = False  # whether this rank has raised the error of the broken group
         # The last call that returned before every other rank had confirmed it, as a broadcast's root does. If it did
         # not match, that is found in a later call, whose error must name this one. Kept as (call site, function that
-        # writes the text, its arguments), or, from c10d/quick.py, as a function that returns these three. The thread in
-        # a collective writes it; one that explains its message reads it, too: one assignment replaces it whole.
-        self._unheard: _Unheard | Callable[[], _Unheard | None] | None = None
+        # writes the text, its arguments); a quick call (native/csrc_entry) has the site's number. The thread in a
+        # collective writes it; one that explains its message reads it, too: one assignment replaces it whole.
+        self._unheard: tuple[CallSite | int | None, Callable[..., str], tuple[Any, ...]] | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
@@ -427,7 +428,10 @@ class SharedMemoryCommunicator(Communicator):
     def _last_unheard(self) -> _Unheard | None:
         if self.part_of is not None:
             return None, self.part_of, ()
-        return self._unheard() if callable(self._unheard) else self._unheard
+        if self._unheard is None:
+            return None
+        site, text, arguments = self._unheard
+        return recorder.site_of(site) if isinstance(site, int) else site, text, arguments
 
     def _error(self, comm: int, call: str, site: str, timeout_s: float | None = None) -> PhalanxError:
         self._told = True
