@@ -103,7 +103,7 @@ struct phx_end {
 /* Why a group broke: what one rank found, and about which other. */
 struct phx_breakage {
     uint32_t status;         /* enum phx_status; PHX_OK if the group is whole */
-    uint32_t rank;           /* the rank that broke the group; PHX_NOBODY if it lives but has not written the reason */
+    uint32_t rank;           /* the rank that broke the group */
     uint32_t peer, peer_pid; /* the rank that it waited for or compared itself with, or PHX_NOBODY */
     uint64_t chunk;          /* where the calls differ, if that is why; else where the call of `rank` began */
     uint32_t how;            /* enum phx_going: how `peer` went, if the status is PHX_PEER_LOST */
@@ -122,7 +122,7 @@ PHX_API uint32_t phx_abi(void);
 /* Make an empty file a segment. Called by one rank, before the others open it.
  *   size          how many ranks the group has, at most 1024
  *   chunk_bytes   size of a slot: a multiple of 64, and at least 64 per rank
- *   small_bytes   reductions whose inputs add up to at most so many bytes take one synchronisation (all_reduce.c)
+ *   small_bytes   reductions whose inputs add up to at most so many bytes take one synchronisation (reductions.c)
  *   stream_bytes  outputs of at least so many bytes are written past the caches (copy.h)
  *   cookie        16 random bytes, by which ranks recognise the segment
  * Returns PHX_OK, PHX_BAD_ARGUMENT, or PHX_SYSTEM with errno set. */
@@ -178,7 +178,7 @@ PHX_API void phx_abort(phx_comm *comm);
  * no limit. */
 PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t message_timeout_ns);
 
-/* Get the reason why the group broke; returns its status, or PHX_OK if the group is whole. May take 100 ms. */
+/* Get the reason why the group broke; returns its status, or PHX_OK if the group is whole. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
 
 /* Returns the chunk with which this rank's last call began. A mismatch at an earlier chunk concerns an earlier call. */

@@ -110,11 +110,9 @@ int phx_messages_join(phx_comm *comm, uint32_t size, const int32_t *here)
 void phx_mail_close(struct phx_mail *mail)
 {
     phx_ready_leave(mail);
-    /* A message that is set aside may be arriving too, and a receive that waits for one is in no list. */
     for (phx_message *m = mail->aside.first; m; m = m->next) {
         if (mail->streams[m->peer].arriving == m)
             mail->streams[m->peer].arriving = NULL;
-        free_message(m->claimed_by);
         free(m->data);
     }
     for (uint32_t p = 0; p < mail->size; p++) {
@@ -289,7 +287,7 @@ static phx_message *set_aside(struct phx_mail *mail, uint32_t src, const struct 
         free(data);
         return NULL;
     }
-    *aside = (phx_message){.data = data, .end = *sent, .peer = src, .tag = tag, .receiving = 1,
+    *aside = (phx_message){.data = data, .end = *sent, .peer = src, .tag = tag, .receiving = 1, .aside = 1,
                            .line = line ? strdup(line) : NULL};
     phx_list_append(&mail->aside, aside);
     return aside;
@@ -309,25 +307,25 @@ phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct ph
     return in_the_way ? set_aside(mail, src, sent, tag, line) : NULL;
 }
 
+/* Give what has come of a message that was set aside to its receive, into which the rest goes then. */
 static void hand_over(phx_comm *comm, phx_message *aside, phx_message *receive)
 {
+    phx_message **arriving = &comm->mail->streams[aside->peer].arriving;
     phx_list_take_out(&comm->mail->aside, aside);
-    memcpy(receive->data, aside->data, aside->end.nbytes);
+    memcpy(receive->data, aside->data, aside->moved);
+    receive->moved = aside->moved;
+    if (*arriving == aside)
+        *arriving = receive;
+    else
+        phx_mail_finish(comm, receive, PHX_OK);
     free(aside->data);
     free_message(aside);
-    phx_mail_finish(comm, receive, PHX_OK);
 }
 
 void phx_mail_arrived(phx_comm *comm, phx_message *message)
 {
-    for (phx_message *m = comm->mail->aside.first; m; m = m->next)
-        if (m == message) {
-            atomic_store_explicit(&message->done, 1, memory_order_release);
-            if (message->claimed_by)
-                hand_over(comm, message, message->claimed_by);
-            return;
-        }
-    phx_mail_finish(comm, message, PHX_OK);
+    if (!message->aside)
+        phx_mail_finish(comm, message, PHX_OK);
 }
 
 /* Through the ring from a place. */
@@ -400,7 +398,7 @@ void phx_mail_receive(phx_comm *comm, phx_message *receive)
 {
     pthread_mutex_lock(&comm->mail->lock);
     phx_message *aside = comm->mail->aside.first;
-    while (aside && (aside->claimed_by || !fits(receive, aside->peer, aside->tag)))
+    while (aside && !fits(receive, aside->peer, aside->tag))
         aside = aside->next;
     if (!aside) {
         phx_list_append(&comm->mail->posted, receive);
@@ -412,10 +410,8 @@ void phx_mail_receive(phx_comm *comm, phx_message *receive)
             phx_mail_agrees(comm, receive, &aside->end, aside->line);
         else if (!agrees)
             phx_mail_finish(comm, receive, phx_break_message(comm, place, &aside->end, &receive->end));
-        else if (atomic_load_explicit(&aside->done, memory_order_relaxed))
-            hand_over(comm, aside, receive);
         else
-            aside->claimed_by = receive;
+            hand_over(comm, aside, receive);
     }
     pthread_mutex_unlock(&comm->mail->lock);
 }
@@ -462,9 +458,6 @@ static void fail(phx_comm *comm, phx_message *message, int status)
         phx_list_take_out(&mail->posted, message);
     else if (mail->streams[peer].arriving == message)
         mail->streams[peer].arriving = NULL; /* its rest will not come, and nothing after it */
-    for (phx_message *m = mail->aside.first; m; m = m->next)
-        if (m->claimed_by == message)
-            m->claimed_by = NULL;
     phx_mail_finish(comm, message, status);
 }
 
@@ -561,12 +554,9 @@ int phx_messages_waiting(phx_comm *comm, uint8_t *ranks, struct phx_message_seen
     pthread_mutex_lock(&mail->lock);
     for (const phx_message *m = mail->posted.first; m; m = m->next)
         consider(&question, m);
-    for (const phx_message *m = mail->aside.first; m; m = m->next)
-        if (m->claimed_by)
-            consider(&question, m->claimed_by);
     for (uint32_t rank = 0; rank < mail->size; rank++) {
         const phx_message *arriving = mail->streams[rank].arriving;
-        if (arriving && !contains(&mail->aside, arriving))
+        if (arriving && !arriving->aside)
             consider(&question, arriving);
         for (const phx_message *m = mail->streams[rank].sends.first; m; m = m->next)
             consider(&question, m);

@@ -31,6 +31,7 @@ struct phx_message {
     _Atomic uint32_t peer;
     uint32_t tag;
     int receiving, started, status;
+    int aside;     /* it has no receive yet, and its data are in memory of their own */
     int abandoned; /* nobody has its handle any more; it is freed when it is done */
     _Atomic int done;
     _Atomic int expected; /* the group's timeout counts */
@@ -38,7 +39,6 @@ struct phx_message {
     uint64_t checked;     /* when the peer was last checked on */
     uint64_t waited;      /* since bytes moved */
     uint64_t progress;    /* phx_mail_progress() at that time */
-    struct phx_message *claimed_by; /* of a message set aside: the receive that waits for its rest */
     struct phx_end sent;            /* with PHX_DIFFERS: the end of the rank that sent */
     char *line;                     /* and its line; also of a message set aside that came from another host; or NULL */
     struct phx_message *next;
