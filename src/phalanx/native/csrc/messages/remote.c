@@ -15,10 +15,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "system/futex.h"
 #include "messages/mail.h"
 #include "recorder/record.h"
-#include "messages/rings.h"
 
 #define LEFT 'L'
 #define AHEAD 16384u    /* bytes that are read ahead: headers, and small messages as a whole */
@@ -213,7 +211,7 @@ static int begin_arrival(phx_comm *comm, uint32_t src)
     if (!message)
         return 0;
     remote->from += size;
-    if (!phx_mail_agrees(comm, message, &header->sent, front.line)) {
+    if (!phx_mail_agrees(comm, message, src, &header->sent, front.line)) {
         end_in(remote, PHX_CUT); /* the group breaks */
         return 0;
     }
