@@ -8,6 +8,7 @@ nothing depends on them but the time: both ways make the same calls of the core,
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from ctypes import addressof
 from datetime import timedelta
@@ -64,10 +65,9 @@ def _entry(group: Any, handle: int, owner: Any) -> Any:
     entry_module = _module()
     if isinstance(entry_module, str) or group.hooked:
         return None
-    entry = entry_module.Entry(group, handle, group.rank(), group.size(), group._progress, owner)
-    if group.recorded is not None:
-        entry.set_recorded(addressof(group.recorded), group.recorded)
-    return entry
+    recorded = group.recorded
+    counts = 0 if recorded is None else addressof(recorded)
+    return entry_module.Entry(group, handle, group.rank(), group.size(), group._progress, owner, counts, recorded)
 
 
 def missing() -> str:
@@ -95,7 +95,7 @@ def _module() -> ModuleType | str:
     numbers = [OP_NUMBERS.get(op, 0) for op in range(max(OP_NAMES) + 1)]
     module.set_up(
         _dtypes(module),
-        numbers,
+        struct.pack(f"{len(numbers)}I", *numbers),
         torch.Tensor,
         torch.nn.Parameter,
         torch.Tensor.is_neg,
@@ -121,9 +121,9 @@ def _code_of(function: Callable[..., Any]) -> CodeType:
     return code
 
 
-def _dtypes(module: Any) -> list[tuple[int, ...]]:
+def _dtypes(module: Any) -> bytes:
     """The dtypes that are served: each as DLPack's code, with its numbers in the core and a bit for each operation."""
-    found = []
+    found = b""
     for dtype, (reduced, copied) in DTYPE_NUMBERS.items():
         # DLPack passes on neither that complex numbers are conjugated nor that an integer has less than 8 bits.
         if not (reduced or dtype.is_floating_point) or dtype in (torch.int8, torch.uint8):
@@ -134,7 +134,7 @@ def _dtypes(module: Any) -> list[tuple[int, ...]]:
             continue
         bits = sum(1 << op for op in OP_NAMES if reduced and reducible(dtype, op))
         if code[1] % 8 == 0 and code[2] == 1:
-            found.append((*code, reduced, copied, bits))
+            found += struct.pack("BBHIII", *code, reduced, copied, bits)
     return found
 
 

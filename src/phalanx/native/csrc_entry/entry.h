@@ -42,7 +42,7 @@ struct dl_exchange {
 
 #define ENTRY_DTYPES 64
 
-/* A dtype that the entry serves, by its numbers in the core. */
+/* A dtype that the entry serves, by its numbers in the core. c10d/quick.py packs these. */
 struct entry_dtype {
     struct dl_dtype dl;
     uint32_t reduced, copied; /* for reductions (0: there are none) and for copies */

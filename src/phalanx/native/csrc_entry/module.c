@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
 
 #define HAVE_VECTORCALL (1UL << 11)
@@ -181,12 +182,11 @@ static void entry_dealloc(PyObject *object)
 
 static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"group", "comm", "rank", "size", "progress", "communicator", NULL};
-    PyObject *group, *progress, *communicator;
-    unsigned long long comm;
+    PyObject *group, *progress, *communicator, *recorded_by;
+    unsigned long long comm, recorded;
     unsigned int rank, size;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OKIIOO", names, &group, &comm, &rank, &size, &progress,
-                                     &communicator))
+    (void)keywords;
+    if (!PyArg_ParseTuple(args, "OKIIOOKO", &group, &comm, &rank, &size, &progress, &communicator, &recorded, &recorded_by))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     entry *self = (entry *)allocate(type, 0);
@@ -194,6 +194,9 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
         return NULL;
     PyObject *running = PyObject_GetAttrString(progress, "running");
     Py_INCREF(communicator);
+    Py_INCREF(recorded_by);
+    self->recorded = (struct phx_record_group *)(uintptr_t)recorded;
+    self->recorded_by = recorded_by;
     self->comm = (phx_comm *)(uintptr_t)comm;
     self->forks = entry_forks;
     self->rank = rank;
@@ -217,22 +220,7 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     return PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
-static PyObject *entry_set_recorded(PyObject *object, PyObject *args)
-{
-    entry *self = (entry *)object;
-    unsigned long long group;
-    PyObject *keeper;
-    if (!PyArg_ParseTuple(args, "KO", &group, &keeper))
-        return NULL;
-    Py_INCREF(keeper); /* for as long as the entry lives; set once */
-    self->recorded = (struct phx_record_group *)(uintptr_t)group;
-    self->recorded_by = keeper;
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef entry_defs[] = {
-    {"set_recorded", entry_set_recorded, METH_VARARGS,
-     "set_recorded(address, keeper): record the calls in the group at this address, which the keeper holds. Once."},
     {"methods", entry_methods, METH_NOARGS, "A new dictionary of the group's quick methods."},
     {NULL, NULL, 0, NULL},
 };
@@ -241,7 +229,7 @@ static PyType_Slot entry_slots[] = {
     {Py_tp_dealloc, entry_dealloc},
     {Py_tp_traverse, entry_traverse},
     {Py_tp_methods, entry_defs},
-    {Py_tp_doc, "Entry(group, comm, rank, size, progress, communicator): the quick calls of one process group."},
+    {Py_tp_doc, "Entry(group, comm, rank, size, progress, communicator, recorded, its keeper): the quick calls of one group."},
     {0, NULL},
 };
 static PyTypeObject *entry_type;
@@ -257,11 +245,9 @@ static PyObject *set_exchange(PyObject *module, PyObject *capsule)
     (void)module;
     if (!exchange)
         return NULL;
-    if (exchange->version.major != 1 || !exchange->tensor_from_object) {
-        PyErr_Format(PyExc_ValueError, "torch exchanges tensors by DLPack %u, or not by reference; known is 1",
-                     (unsigned)exchange->version.major);
-        return NULL;
-    }
+    if (exchange->version.major != 1 || !exchange->tensor_from_object)
+        return PyErr_Format(PyExc_ValueError, "torch exchanges tensors by DLPack %u, or not by reference; known is 1",
+                            (unsigned)exchange->version.major);
     entry_process.tensors.exchange = exchange;
     Py_RETURN_NONE;
 }
@@ -270,26 +256,20 @@ static PyObject *set_up(PyObject *module, PyObject *args)
 {
     struct entry_process *process = &entry_process;
     struct entry_tensors *tensors = &process->tensors;
-    PyObject *dtypes, *ops;
+    const char *dtypes, *ops;
+    Py_ssize_t dtypes_bytes, ops_bytes;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!OOOO!O!OOOOOO", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensors->kinds[0],
+    if (!PyArg_ParseTuple(args, "y#y#OOOO!O!OOOOOO", &dtypes, &dtypes_bytes, &ops, &ops_bytes, &tensors->kinds[0],
                           &tensors->kinds[1], &tensors->is_neg, &PyDict_Type, &process->profiling,
                           &PyDict_Type, &process->modes, &process->send_code, &process->recv_code, &process->done_work,
                           &process->done, &process->function_modes, &process->text_of_call))
         return NULL;
+    if (dtypes_bytes > (Py_ssize_t)sizeof tensors->dtypes || ops_bytes > (Py_ssize_t)sizeof process->ops)
+        return PyErr_Format(PyExc_ValueError, "set_up: more dtypes or operations than there is room for");
     Py_INCREF(args); /* which holds all of them, for as long as the process lives */
-    tensors->ndtypes = 0;
-    for (Py_ssize_t i = 0; i < PyList_Size(dtypes) && i < ENTRY_DTYPES; i++) {
-        unsigned int code, bits, lanes, reduced, copied, mask;
-        if (!PyArg_ParseTuple(PyList_GetItem(dtypes, i), "IIIIII", &code, &bits, &lanes, &reduced, &copied, &mask))
-            return NULL;
-        tensors->dtypes[tensors->ndtypes++] = (struct entry_dtype){
-            {(uint8_t)code, (uint8_t)bits, (uint16_t)lanes}, reduced, copied, mask};
-    }
-    for (Py_ssize_t i = 0; i < PyList_Size(ops) && i < ENTRY_OPS; i++)
-        process->ops[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(ops, i));
-    if (PyErr_Occurred())
-        return NULL;
+    tensors->ndtypes = (int)(dtypes_bytes / (Py_ssize_t)sizeof *tensors->dtypes);
+    memcpy(tensors->dtypes, dtypes, (size_t)dtypes_bytes);
+    memcpy(process->ops, ops, (size_t)ops_bytes);
     Py_RETURN_NONE;
 }
 
@@ -301,13 +281,10 @@ static PyObject *set_options(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "iOiiiiiL", &which, &kind, &asynchronous, &timeout, &op, &root, &part, &no_timeout))
         return NULL;
-    if (which < 0 || which >= ENTRY_OPTION_CLASSES) {
-        PyErr_SetString(PyExc_ValueError, "set_options: the number is not one of enum entry_option_class");
-        return NULL;
-    }
+    if (which < 0 || which >= ENTRY_OPTION_CLASSES)
+        return PyErr_Format(PyExc_ValueError, "set_options: the number is not one of enum entry_option_class");
     Py_INCREF(kind);
-    entry_process.options[which] =
-        (struct entry_options){kind, asynchronous, timeout, op, root, part, no_timeout};
+    entry_process.options[which] = (struct entry_options){kind, asynchronous, timeout, op, root, part, no_timeout};
     Py_RETURN_NONE;
 }
 

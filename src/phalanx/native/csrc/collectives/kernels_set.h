@@ -213,6 +213,9 @@ static const phx_reduce_fn KERNEL(table)[PHX_OPS][PHX_DTYPES] = {
 };
 
 /* The other macros are the same in every set. */
+#undef KERNEL
+#undef TARGET
+#undef LANES
 #undef VECTORS_OF_F16
 #undef VECTORS_OF_BF16
 #undef VECTOR
