@@ -3,9 +3,9 @@
  * Tensors are read by DLPack's exchange functions, which torch gives. The structures are those of DLPack 1
  * (github.com/dmlc/dlpack). A later minor version only adds to their ends, and another major version is refused.
  *
- * Options (AllreduceOptions and the like) are C++ objects behind pybind11. To read three of their properties from Python
- * takes 2 to 4 us, twice what a call of 4 bytes does. c10d/quick.py finds out where each property lies, by setting them
- * one at a time and looking at what changes; where that is not clear, Python reads them. */
+ * Options (AllreduceOptions and the like) are C++ objects behind pybind11. To read three of their properties from
+ * Python takes 2 to 4 us, twice what a call of 4 bytes does. c10d/quick.py finds out where each property lies, by
+ * setting them one at a time and looking at what changes; where that is not clear, Python reads them. */
 #include "entry.h"
 
 #include <malloc.h>

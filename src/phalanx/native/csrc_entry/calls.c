@@ -15,8 +15,8 @@
         PyEval_RestoreThread(state);                                                                                   \
     } while (0)
 
-/* The same for a call that is recorded. To begin a record runs no Python, so no signal handler raises between it and the
- * operation. */
+/* The same for a call that is recorded. To begin a record runs no Python, so no signal handler raises between it and
+ * the operation. */
 #define RECORDED(self, status, what, nbytes, site, peer, call)                                                         \
     do {                                                                                                               \
         const uint64_t ticket = phx_record_begin((self)->recorded, what, nbytes, site, (int32_t)(peer));               \
@@ -24,7 +24,8 @@
         phx_record_end(ticket, !is_done(status));                                                                      \
     } while (0)
 
-/* What a record says of an operation: an enum phx_kind, the core's dtype number for copies, its number of the reduction. */
+/* What a record says of an operation: an enum phx_kind, the core's dtype number for copies, its number of the
+ * reduction. */
 #define WHAT(kind, dtype, op) ((uint32_t)(kind) | (uint32_t)(dtype) << 8 | (uint32_t)(op) << 16)
 
 static int is_done(int status)
@@ -43,8 +44,8 @@ static int is_watched(void)
     return profiling != Py_False || in_mode != Py_False; /* also if a flag has gone */
 }
 
-/* Whether a mode for torch's functions is active on this thread: it is to see the call of torch.distributed that a quick
- * call of world's replaces. 1, 0, or -1 with an exception. */
+/* Whether a mode for torch's functions is active on this thread: it is to see the call of torch.distributed that a
+ * quick call of world's replaces. 1, 0, or -1 with an exception. */
 static int is_seen_by_functions(void)
 {
     PyObject *count = PyObject_CallNoArgs(entry_process.function_modes);
@@ -69,8 +70,8 @@ static int find_site(entry *self, uint32_t *site)
     return self->recorded ? entry_site_number(&entry_process.codes, site) : 0;
 }
 
-/* Find where the call comes from, and take the group's lock for a call here and now. Returns 1; 0 if the call is not for
- * the entry: the group is closed or inherited, an operation is queued or under way, or somebody watches; -1 with an
+/* Find where the call comes from, and take the group's lock for a call here and now. Returns 1; 0 if the call is not
+ * for the entry: the group is closed or inherited, an operation is queued or under way, or somebody watches; -1 with an
  * exception. */
 static int enter_group(entry *self, uint32_t *site)
 {
@@ -127,7 +128,8 @@ static PyObject *finish(entry *self, int status, const char *name, PyObject *ten
 /* Note a call that the other ranks may not have confirmed when it returns (transports/shm/communicator.py). */
 static void note_unheard(entry *self, const char *name, uint32_t site, PyObject *tensor, int op, int64_t root)
 {
-    PyObject *dtype = PyObject_GetAttr(tensor, entry_process.dtype), *shape = PyObject_GetAttr(tensor, entry_process.shape);
+    PyObject *dtype = PyObject_GetAttr(tensor, entry_process.dtype);
+    PyObject *shape = PyObject_GetAttr(tensor, entry_process.shape);
     PyObject *number = op < 0 ? (Py_INCREF(Py_None), Py_None) : PyLong_FromLong(op);
     PyObject *call = Py_BuildValue("(IO(sNNNL))", site, entry_process.text_of_call, name, dtype, shape, number, root);
     if (call)
@@ -135,8 +137,8 @@ static void note_unheard(entry *self, const char *name, uint32_t site, PyObject 
     Py_XDECREF(call);
 }
 
-/* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while other threads run, so with
- * 1 the caller gets a reference of its own. */
+/* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while other threads run, so
+ * with 1 the caller gets a reference of its own. */
 static int read_only_one(PyObject *list, PyObject **object, struct entry_tensor *out)
 {
     if (!PyList_CheckExact(list) || PyList_Size(list) != 1)
@@ -311,9 +313,9 @@ PyObject *entry_barrier(entry *self, uint32_t kind, PyObject *const *args, Py_ss
 
 /* -- messages ------------------------------------------------------------------------------------------------------
  *
- * A send that is done at once, and a receive whose caller waits for it. They do not take the group's lock: any thread may
- * send and receive beside a collective. The thread that closes the group waits for the threads that are in the mailbox's
- * list `inside` (transports/shm/mailbox.py). */
+ * A send that is done at once, and a receive whose caller waits for it. They do not take the group's lock: any thread
+ * may send and receive beside a collective. The thread that closes the group waits for the threads that are in the
+ * mailbox's list `inside` (transports/shm/mailbox.py). */
 
 #define INSIDE_PYTHON 4096 /* bytes that are copied so fast that giving up the interpreter's lock would take longer */
 
@@ -381,9 +383,9 @@ static int send_now(entry *self, PyObject *object, const struct entry_tensor *te
         UNLOCKED(sent, phx_send_now(comm, tensor->data, &end, peer, tag));
         leave_mailbox(self);
     }
+    const uint32_t what = WHAT(PHX_SEND, tensor->copied, 0);
     if (sent)
-        phx_record_end(
-            phx_record_begin(self->recorded, WHAT(PHX_SEND, tensor->copied, 0), tensor->nbytes, site, (int32_t)peer), 0);
+        phx_record_end(phx_record_begin(self->recorded, what, tensor->nbytes, site, (int32_t)peer), 0);
     return sent;
 }
 
@@ -413,7 +415,7 @@ static int receive(entry *self, PyObject *object, const struct entry_tensor *ten
         received = 1;
         phx_message_free(comm, message);
     } else if (message) {
-        /* The message is Python's now: it finds the same status, raises the error for it, and gives the message back. */
+        /* The message is Python's now: it finds the same status, raises the error, and gives the message back. */
         const unsigned long long handle = (uintptr_t)message;
         PyObject *raised = PyObject_CallFunction(self->fail_message, "KOI", handle, object, peer);
         if (raised) {
@@ -444,7 +446,8 @@ static int read_ends(PyObject *const *args, struct ends *ends)
 }
 
 /* The arguments (tensor, peer, tag) of a message to or from another rank: 1, 0 or -1 as entry_read(). */
-static int read_message(entry *self, PyObject *const *args, Py_ssize_t nargs, struct entry_tensor *tensor, struct ends *ends)
+static int read_message(entry *self, PyObject *const *args, Py_ssize_t nargs, struct entry_tensor *tensor,
+                        struct ends *ends)
 {
     if (nargs != 3 || !read_ends(args + 1, ends) || ends->rank == self->rank || !may_move(self, ends))
         return 0;

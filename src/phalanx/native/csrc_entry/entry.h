@@ -57,7 +57,8 @@ struct entry_tensors {
     int ndtypes;
 };
 
-/* A plain tensor: on the CPU, contiguous, of a type of torch's own, without a bit that changes the meaning of its data. */
+/* A plain tensor: on the CPU, contiguous, of a type of torch's own, without a bit that changes the meaning of its
+ * data. */
 struct entry_tensor {
     char *data;
     uint64_t count, nbytes, shape_word;
@@ -141,7 +142,8 @@ enum entry_option_class {
 
 #define ENTRY_OPS 16
 
-/* What is the same for all groups; filled in once, by the thread that imports the module, before any group has an entry. */
+/* What is the same for all groups; filled in once, by the thread that imports the module, before any group has an
+ * entry. */
 struct entry_process {
     struct entry_tensors tensors;
     struct entry_codes codes;

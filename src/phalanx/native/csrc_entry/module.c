@@ -30,8 +30,8 @@ static void free_object(PyObject *self)
 /* -- a group's methods: each does the usual call in C and hands all others to the class's own method --------------- */
 
 /* An object of its own and not a built-in function: pybind11 takes a built-in for its own method, and would call the
- * C++ one in its place where C++ asks for the group's. The limited API has vectorcalls from Python 3.12 on; 3.10 and 3.11
- * have the same in their full API. */
+ * C++ one in its place where C++ asks for the group's. The limited API has vectorcalls from Python 3.12 on; 3.10 and
+ * 3.11 have the same in their full API. */
 typedef struct {
     PyObject ob_base;
     PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
@@ -186,7 +186,8 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     unsigned long long comm, recorded;
     unsigned int rank, size;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "OKIIOOKO", &group, &comm, &rank, &size, &progress, &communicator, &recorded, &recorded_by))
+    if (!PyArg_ParseTuple(args, "OKIIOOKO", &group, &comm, &rank, &size, &progress, &communicator, &recorded,
+                          &recorded_by))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     entry *self = (entry *)allocate(type, 0);
@@ -229,7 +230,7 @@ static PyType_Slot entry_slots[] = {
     {Py_tp_dealloc, entry_dealloc},
     {Py_tp_traverse, entry_traverse},
     {Py_tp_methods, entry_defs},
-    {Py_tp_doc, "Entry(group, comm, rank, size, progress, communicator, recorded, its keeper): the quick calls of one group."},
+    {Py_tp_doc, "Entry(group, comm, rank, size, progress, communicator, recorded, its keeper): a group's quick calls."},
     {0, NULL},
 };
 static PyTypeObject *entry_type;
@@ -335,13 +336,13 @@ static PyObject *record_end(PyObject *module, PyObject *const *args, Py_ssize_t 
 }
 
 static PyMethodDef functions[] = {
-    {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(is_inside, number_of, running): see diagnosis/recorder.py"},
-    {"site_number", site_number, METH_NOARGS, "The recorder's number of the line of the user's program that calls; 0: none."},
-    {"record_begin", (PyCFunction)(void (*)(void))record_begin, METH_FASTCALL, "The core's phx_record_begin(), with the site found."},
+    {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(is_inside, number_of, running): diagnosis/recorder.py"},
+    {"site_number", site_number, METH_NOARGS, "The recorder's number of the user's line that calls; 0: none."},
+    {"record_begin", (PyCFunction)(void (*)(void))record_begin, METH_FASTCALL, "phx_record_begin(), from this line."},
     {"record_end", (PyCFunction)(void (*)(void))record_end, METH_FASTCALL, "The core's phx_record_end()."},
     {"set_exchange", set_exchange, METH_O, "set_exchange(capsule): torch's functions that describe tensors."},
     {"set_up", set_up, METH_VARARGS, "set_up(dtypes, ops, Tensor, ...): see c10d/quick.py"},
-    {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, no timeout)"},
+    {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, default)"},
     {"dtype_of", entry_dtype_of, METH_O, "dtype_of(tensor): its dtype as DLPack's (code, bits, lanes)."},
     {"bytes_of", entry_bytes_of, METH_O, "bytes_of(options): the C++ object behind one of pybind11's, as bytes."},
     {NULL, NULL, 0, NULL},
@@ -375,7 +376,8 @@ PyMODINIT_FUNC PyInit_entry(void)
     entry_process.shape = PyUnicode_InternFromString("shape");
     entry_process.codes.site = PyUnicode_InternFromString("site");
     if (PyErr_Occurred() || pthread_atfork(NULL, NULL, count_fork) ||
-        PyModule_AddObject(module, "Entry", (PyObject *)entry_type) || PyModule_AddIntConstant(module, "ABI", PHX_ABI)) {
+        PyModule_AddObject(module, "Entry", (PyObject *)entry_type) ||
+        PyModule_AddIntConstant(module, "ABI", PHX_ABI)) {
         Py_DECREF(module);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }

@@ -133,9 +133,11 @@ int entry_queued_site_number(struct entry_codes *codes, uint32_t *number)
     PyObject *queued = PyObject_GetAttr(codes->running, codes->site);
     if (!queued)
         return -1;
-    const int failed = PyTuple_Check(queued) && PyTuple_Size(queued) == 2
-                           ? number_of(codes, PyTuple_GetItem(queued, 0), PyLong_AsLong(PyTuple_GetItem(queued, 1)), number)
-                           : entry_site_number(codes, number);
+    int failed;
+    if (PyTuple_Check(queued) && PyTuple_Size(queued) == 2)
+        failed = number_of(codes, PyTuple_GetItem(queued, 0), PyLong_AsLong(PyTuple_GetItem(queued, 1)), number);
+    else
+        failed = entry_site_number(codes, number);
     Py_DECREF(queued);
     return failed;
 }

@@ -73,8 +73,8 @@ static int are_crossed(const struct phx_line_pairs *with, const struct phx_line_
     return 0;
 }
 
-/* Note that this rank's line, at `place`, and the peer's have met; neither is 0. Returns 1 if two lines are crossed now,
- * and says in `out` which, but for the peer. With NULL for `out` the pair is noted, and nothing is judged. */
+/* Note that this rank's line, at `place`, and the peer's have met; neither is 0. Returns 1 if two lines are crossed
+ * now, and says in `out` which, but for the peer. With NULL for `out` the pair is noted, and nothing is judged. */
 static int meet(struct phx_line_pairs *with, uint16_t mine, uint16_t theirs, struct phx_record_place place,
                 struct phx_crossing *out)
 {

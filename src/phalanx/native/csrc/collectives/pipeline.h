@@ -14,7 +14,7 @@
 #include "segment/call.h"
 #include "segment/copy.h"
 
-/* -- chunks: entering one, publishing that one's part is in, waiting for the others' parts (wait.c) ---------------------- */
+/* -- chunks: entering one, publishing that one's part is in, waiting for the others' parts (wait.c) ---------------- */
 
 /* Wait until this rank may write its slot and call word of `chunk`, and write the call word. */
 int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call);
@@ -38,7 +38,7 @@ int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk);
 /* The same for every other rank. */
 int phx_wait_all_ready(phx_comm *comm, uint64_t chunk);
 
-/* -- pieces ---------------------------------------------------------------------------------------------------------- */
+/* -- pieces ------------------------------------------------------------------------------------------------------- */
 
 /* How many pieces of at most `step` bytes. A call without data takes one, so that its call words are compared. */
 static inline uint64_t phx_pieces(uint64_t nbytes, uint64_t step)

@@ -1,19 +1,20 @@
 /* All-reduce, reduce and reduce-scatter in shared memory; on every path the result is taken in rank order.
  *
- * Small (at most small_bytes over all ranks): every rank puts in its whole input, waits for the others and combines
- * all slots. One synchronisation; p * n bytes read per rank (by the root alone for a reduce).
+ * Small (at most small_bytes over all ranks): every rank puts in its whole input, waits for the others and combines all
+ * slots. One synchronisation; p * n bytes read per rank (by the root alone for a reduce).
  *
- * Large, chunk by chunk (the reduce-scatter and all-gather of Rabenseifner 2004, without its messages): rank r is
- * the only one to reduce slice r. It puts in only what the others reduce, combines slice r of the others' slots with
- * its own input, leaves the result in its slot and its output, and copies out the others' slices (for a reduce only the
+ * Large, chunk by chunk (the reduce-scatter and all-gather of Rabenseifner 2004, without its messages): rank r is the
+ * only one to reduce slice r. It puts in only what the others reduce, combines slice r of the others' slots with its
+ * own input, leaves the result in its slot and its output, and copies out the others' slices (for a reduce only the
  * root does). Two synchronisations per chunk; each rank copies 2 (p-1)/p * n bytes and reads n while reducing.
  *
- * A tensor in shared memory (phx_share_memory()) stays where it is: the others read it there instead of in its rank's slots, and
- * its rank leaves slice r in it. Each rank decides that for its own tensor, and `tensor` in its place tells the others.
- * Such a call has one more synchronisation at its end, since others may still be reading.
+ * A tensor in shared memory (phx_share_memory()) stays where it is: the others read it there instead of in its rank's
+ * slots, and its rank leaves slice r in it. Each rank decides that for its own tensor, and `tensor` in its place tells
+ * the others. Such a call has one more synchronisation at its end, since others may still be reading.
  *
- * Reduce-scatter: every rank puts the blocks of the others into its slot, a share each, and reduces its own block from its
- * input and the others' slots. One synchronisation per piece; each rank copies (p-1) * n bytes in and reads p * n. */
+ * Reduce-scatter: every rank puts the blocks of the others into its slot, a share each, and reduces its own block from
+ * its input and the others' slots. One synchronisation per piece; each rank copies (p-1) * n bytes in and reads p *
+ * n. */
 #include "collectives/kernels.h"
 #include "collectives/pipeline.h"
 
@@ -88,7 +89,8 @@ static const char *piece_of(const phx_comm *comm, uint32_t p, uint64_t at, uint6
     return comm->tensors[p] ? comm->tensors[p] + at : phx_slot(comm, p, chunk);
 }
 
-/* After the last piece: wait until nobody reads a tensor any more, if somebody did. Returns how many chunks that took. */
+/* After the last piece: wait until nobody reads a tensor any more, if somebody did. Returns how many chunks that
+ * took. */
 static int end_reading(phx_comm *comm, uint64_t chunk, uint64_t call, uint64_t *chunks)
 {
     for (uint32_t p = 0; p < comm->size; p++)

@@ -1,10 +1,11 @@
-/* The messages of a rank: which goes to which receive, and the calls that start one and wait for it. rings.c moves the bytes
- * inside this host, and remote.c those to and from other hosts.
+/* The messages of a rank: which goes to which receive, and the calls that start one and wait for it. rings.c moves the
+ * bytes inside this host, and remote.c those to and from other hosts.
  *
- * A thread that waits for one message moves all messages of its rank, so two ranks that send each other more than there is
- * room for do not block each other. Between its attempts it spins, yields and sleeps on the bell of its place, and after
- * each slice it checks whether the message can still come. A message that has no receive waits where its sender has put it.
- * It is set aside, in memory of its own, only when a receive with another tag waits for what comes after it. */
+ * A thread that waits for one message moves all messages of its rank, so two ranks that send each other more than there
+ * is room for do not block each other. Between its attempts it spins, yields and sleeps on the bell of its place, and
+ * after each slice it checks whether the message can still come. A message that has no receive waits where its sender
+ * has put it. It is set aside, in memory of its own, only when a receive with another tag waits for what comes after
+ * it. */
 #include "messages/mail.h"
 
 #include <sched.h>
@@ -185,7 +186,8 @@ static phx_message *set_aside(struct phx_mail *mail, uint32_t src, const struct 
     return aside;
 }
 
-phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag, const char *line)
+phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag,
+                            const char *line)
 {
     int in_the_way = 0;
     for (phx_message *m = mail->posted.first; m; m = m->next) {
@@ -303,8 +305,8 @@ static void fail(phx_comm *comm, phx_message *message, int status)
     pthread_mutex_unlock(&comm->mail->lock);
 }
 
-/* Fail a message of which a rank of another host is a part, or may be, if that one has left or its connection has ended.
- * Returns how many of these ranks are still there. */
+/* Fail a message of which a rank of another host is a part, or may be, if that one has left or its connection has
+ * ended. Returns how many of these ranks are still there. */
 static uint32_t check_elsewhere(phx_comm *comm, phx_message *message)
 {
     struct phx_mail *mail = comm->mail;
@@ -340,7 +342,7 @@ static int is_unmet(phx_comm *comm, const phx_message *message)
                                                                   : !phx_messages_met(comm, message->peer));
 }
 
-/* -- the calls: start a message, test it, wait for it, give it back ------------------------------------------------- */
+/* -- the calls: start a message, test it, wait for it, give it back ------------------------------------------------ */
 
 static phx_message *new_message(void *data, const struct phx_end *end, uint32_t peer, uint32_t tag)
 {
@@ -381,7 +383,9 @@ int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, u
 phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag)
 {
     const int known = src < comm->mail->size || src == PHX_ANY_SOURCE;
-    phx_message *message = known && !phx_lacks_memory(data, expected->nbytes) ? new_message(data, expected, src, tag) : NULL;
+    if (!known || phx_lacks_memory(data, expected->nbytes))
+        return NULL;
+    phx_message *message = new_message(data, expected, src, tag);
     if (!message)
         return NULL;
     message->receiving = 1;
@@ -418,8 +422,8 @@ static uint32_t place_of(const phx_comm *comm, const phx_message *message)
     return peer == PHX_ANY_SOURCE ? PHX_NOBODY : comm->mail->streams[peer].place;
 }
 
-/* How the message's peer went, with its place; of one from any rank, how the first of this host that went otherwise than
- * in order did, or PHX_LEFT if all others have left, of which so many on other hosts have not. */
+/* How the message's peer went, with its place; of one from any rank, how the first of this host that went otherwise
+ * than in order did, or PHX_LEFT if all others have left, of which so many on other hosts have not. */
 static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *message, uint32_t here, uint32_t *gone)
 {
     const uint32_t place = place_of(comm, message);
@@ -449,8 +453,8 @@ static int overdue(phx_comm *comm, phx_message *message, uint64_t elapsed_ns)
     return message->waited > comm->message_timeout_ns;
 }
 
-/* Once a slice, by the clock: if the message will not come, fail it if its peer has left in order, or is on another host,
- * else break the group. A peer may send and then go, so messages are moved once more after it was found gone. */
+/* Once a slice, by the clock: if the message will not come, fail it if its peer has left in order, or is on another
+ * host, else break the group. A peer may send and then go, so messages are moved once more after it was found gone. */
 static int check(phx_comm *comm, phx_message *message, uint64_t now)
 {
     uint32_t gone = PHX_NOBODY;

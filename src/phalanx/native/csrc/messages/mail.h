@@ -22,8 +22,8 @@
 #include "segment/comm.h"
 #include "system/futex.h"
 
-/* Bytes copied before the other side is notified, so that both copy at the same time. A message of at most so many may be
- * sent at once, without one to wait for. */
+/* Bytes copied before the other side is notified, so that both copy at the same time. A message of at most so many may
+ * be sent at once, without one to wait for. */
 #define PHX_PIECE 65536u
 
 struct phx_message {
@@ -94,12 +94,14 @@ static inline int phx_mail_may_move(const phx_comm *comm)
 /* The message is done. It may be freed by this. */
 void phx_mail_finish(phx_comm *comm, phx_message *message, int status);
 
-/* The receive that a message is for. If there is none, but another receive waits for a later message of this stream, a new
- * message in which this one is set aside; else NULL. `line` is the sender's, if it is not to be found by its number. */
-phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag, const char *line);
+/* The receive that a message is for. If there is none, but another receive waits for a later message of this stream, a
+ * new message in which this one is set aside; else NULL. `line` is the sender's, if it is not to be found by its
+ * number. */
+phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag,
+                            const char *line);
 
-/* Whether a receive's end agrees with the sender's: 1; else 0, and the receive is finished: with PHX_DIFFERS if the sender is
- * on another host and at this line, and else the group is broken. */
+/* Whether a receive's end agrees with the sender's: 1; else 0, and the receive is finished: with PHX_DIFFERS if the
+ * sender is on another host and at this line, and else the group is broken. */
 int phx_mail_agrees(phx_comm *comm, phx_message *receive, uint32_t src, const struct phx_end *sent, const char *line);
 
 /* All bytes of the message are there. */
@@ -155,7 +157,8 @@ void phx_remote_free(struct phx_mail *mail);
 
 /* -- ready.c ------------------------------------------------------------------------------------------------------ */
 
-/* Have the thread know a mail; starts it with the first one. PHX_SYSTEM if the system refuses. Not under the mail's lock. */
+/* Have the thread know a mail; starts it with the first one. PHX_SYSTEM if the system refuses. Not under the mail's
+ * lock. */
 int phx_ready_enter(struct phx_mail *mail);
 /* When this has returned, the thread does nothing for the mail any more. Not under the mail's lock. */
 void phx_ready_leave(struct phx_mail *mail);

@@ -1,8 +1,8 @@
 /* The one thread of the process that moves messages of other hosts while the threads that wait for them sleep.
  *
- * It sleeps in epoll_wait() on the connections of all mails. A connection is watched until it is ready once. Two locks, of
- * which the first is taken first: that of the list of mails, which the thread holds while it serves one, so that none is
- * freed meanwhile; and the mail's own. */
+ * It sleeps in epoll_wait() on the connections of all mails. A connection is watched until it is ready once. Two locks,
+ * of which the first is taken first: that of the list of mails, which the thread holds while it serves one, so that
+ * none is freed meanwhile; and the mail's own. */
 #define _GNU_SOURCE
 #include "messages/mail.h"
 

@@ -1,7 +1,7 @@
 /* Messages between ranks of one host, through one ring for each direction.
  *
- * A message is a header and its bytes in the ring from its sender to its receiver. One whose receive has not been posted
- * stays there, so a sender that is ahead is held up and no rank's memory fills. */
+ * A message is a header and its bytes in the ring from its sender to its receiver. One whose receive has not been
+ * posted stays there, so a sender that is ahead is held up and no rank's memory fills. */
 #include <string.h>
 
 #include "messages/mail.h"
@@ -191,6 +191,7 @@ int phx_rings_move_arrivals(phx_comm *comm, uint32_t place)
 
 uint64_t phx_rings_progress(const phx_comm *comm, uint32_t place, int receiving)
 {
-    const _Atomic uint64_t *count = receiving ? &ring_of(comm, place, comm->rank)->tail : &ring_of(comm, comm->rank, place)->head;
-    return atomic_load_explicit(count, memory_order_relaxed);
+    if (receiving)
+        return atomic_load_explicit(&ring_of(comm, place, comm->rank)->tail, memory_order_relaxed);
+    return atomic_load_explicit(&ring_of(comm, comm->rank, place)->head, memory_order_relaxed);
 }

@@ -1,8 +1,8 @@
 /* Why a group broke, and what each rank was doing then.
  *
- * A rank writes its reason into its own place, and then offers it by an exchange of `breaking`: the first one counts, and
- * is whole whenever others see it. Descriptions are text, which each rank writes only when the group is broken; until then
- * a call costs no more than its call word. */
+ * A rank writes its reason into its own place, and then offers it by an exchange of `breaking`: the first one counts,
+ * and is whole whenever others see it. Descriptions are text, which each rank writes only when the group is broken;
+ * until then a call costs no more than its call word. */
 #define _GNU_SOURCE
 #include "segment/comm.h"
 

@@ -19,9 +19,12 @@ void phx_look(phx_comm *comm, int fd)
         const struct phx_place *place = &comm->places[p];
         if (p == comm->rank)
             continue;
-        if (!phx_process_holds(place->pid, place->fd, fd))
+        if (!phx_process_holds(place->pid, place->fd, fd)) {
             found = UNSEEN + p;
-        else if (phx_process_read(place->pid, &comm->met[p]) == PHX_RUNNING && comm->met[p].start_time && place->recorder.fd >= 0 && comm->size <= MOST_RECORDERS)
+            continue;
+        }
+        phx_process_read(place->pid, &comm->met[p]);
+        if (phx_sees(comm, p) && place->recorder.fd >= 0 && comm->size <= MOST_RECORDERS)
             comm->recorders[p] = phx_recorder_map(place->pid, &place->recorder);
     }
     atomic_store_explicit(&comm->places[comm->rank].sees, found, memory_order_release);

@@ -1,17 +1,18 @@
 /* Stacks on demand, also of a thread that is just entering a function.
  *
- * faulthandler, a module of Python's, follows the interpreter's frames from a signal handler. When the signal comes while
- * the interpreter links in a new frame (Python 3.11 and later), it follows what is not set yet: it faults, which would end
- * the process, or it reads a line number for ever. So a copy of the process calls that handler, and only the copy ends.
+ * faulthandler, a module of Python's, follows the interpreter's frames from a signal handler. When the signal comes
+ * while the interpreter links in a new frame (Python 3.11 and later), it follows what is not set yet: it faults, which
+ * would end the process, or it reads a line number for ever. So a copy of the process calls that handler, and only the
+ * copy ends.
  *
  * The interpreter links a frame in by its own code, and calls nobody between the stores that do so. So a thread that is
- * elsewhere, as in torch or in the kernel, calls the handler itself, since a copy costs much time if the process has much
- * memory. Not covered are a handler of another library that has interrupted the interpreter and is interrupted itself,
- * greenlet while it switches, and code that Python's experimental JIT compiler has made.
+ * elsewhere, as in torch or in the kernel, calls the handler itself, since a copy costs much time if the process has
+ * much memory. Not covered are a handler of another library that has interrupted the interpreter and is interrupted
+ * itself, greenlet while it switches, and code that Python's experimental JIT compiler has made.
  *
- * The copy is a child that no wait() of the program's finds, and that sends it no SIGCHLD. It has one thread, that which
- * was asked, and its own copy of all memory, so it writes nothing but the stack. It ends by itself, also if the process is
- * killed meanwhile. */
+ * The copy is a child that no wait() of the program's finds, and that sends it no SIGCHLD. It has one thread, that
+ * which was asked, and its own copy of all memory, so it writes nothing but the stack. It ends by itself, also if the
+ * process is killed meanwhile. */
 #define _GNU_SOURCE
 #include "phalanx.h"
 
