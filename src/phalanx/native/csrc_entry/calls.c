@@ -151,15 +151,6 @@ static int read_only_one(PyObject *list, PyObject **object, struct entry_tensor 
     return plain;
 }
 
-/* Enter with a tensor, which the caller holds: another thread may run until the lock is taken, and resize it. */
-static int enter_with(entry *self, PyObject *object, const struct entry_tensor *tensor, uint32_t *site)
-{
-    const int entered = enter_group(self, site);
-    if (entered > 0 && !entry_unchanged(&entry_process.tensors, object, tensor))
-        return leave_group(self) ? -1 : 0;
-    return entered;
-}
-
 /* Whether the options of a call are the usual ones (entry_usual()). */
 static int is_usual(uint32_t kind, PyObject *options, int *op, int64_t *root)
 {
@@ -195,7 +186,7 @@ static PyObject *call_with(entry *self, uint32_t kind, PyObject *object, const s
     if ((kind != PHX_BROADCAST && (op < 0 || op >= ENTRY_OPS || !(tensor->ops >> op & 1))) ||
         (kind != PHX_ALL_REDUCE && (root < 0 || root >= self->size)))
         return ENTRY_NOT_ME;
-    const int entered = enter_with(self, object, tensor, &site);
+    const int entered = enter_group(self, &site);
     if (entered <= 0)
         return NOT_ENTERED(entered);
     const uint32_t number = op < 0 ? 0 : entry_process.ops[op];
@@ -255,20 +246,6 @@ static int read_whole_and_part(entry *self, PyObject *whole, PyObject *part, str
     return at >= start + of_whole->nbytes || at + of_part->nbytes <= start || at == start + self->rank * of_part->nbytes;
 }
 
-/* Enter with both, which the caller holds, and fill in the addresses of the parts. */
-static int enter_with_both(entry *self, PyObject *whole, PyObject *part, const struct entry_tensor *of_whole,
-                           const struct entry_tensor *of_part, uint32_t *site)
-{
-    const int entered = enter_with(self, whole, of_whole, site);
-    if (entered <= 0)
-        return entered;
-    if (!entry_unchanged(&entry_process.tensors, part, of_part))
-        return leave_group(self) ? -1 : 0;
-    for (uint32_t rank = 0; rank < self->size; rank++)
-        self->pointers[rank] = of_whole->data + rank * of_part->nbytes;
-    return 1;
-}
-
 /* all_gather(whole, part, options) and reduce_scatter(part, whole, options). */
 PyObject *entry_call_with_both(entry *self, uint32_t kind, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -285,9 +262,11 @@ PyObject *entry_call_with_both(entry *self, uint32_t kind, PyObject *const *args
         return NOT_ENTERED(plain);
     if (!gathers && (op < 0 || op >= ENTRY_OPS || !(of_part.ops >> op & 1)))
         return ENTRY_NOT_ME;
-    const int entered = enter_with_both(self, whole, part, &of_whole, &of_part, &site);
+    const int entered = enter_group(self, &site);
     if (entered <= 0)
         return NOT_ENTERED(entered);
+    for (uint32_t rank = 0; rank < self->size; rank++)
+        self->pointers[rank] = of_whole.data + rank * of_part.nbytes;
     const uint32_t number = gathers ? 0 : entry_process.ops[op];
     RECORDED(self, status, WHAT(kind, of_part.copied, number), of_part.nbytes, site, -1,
                    gathers ? phx_all_gather(self->comm, of_part.data, self->pointers, of_part.nbytes, of_part.copied,
@@ -359,73 +338,66 @@ static int may_move(entry *self, const struct ends *ends)
     return ends->rank >= 0 && ends->rank < self->size && self->forks == entry_forks && !is_watched();
 }
 
-/* Returns 1 if the message has been sent; 0 if it is for Python; -1 with an exception. The caller holds the tensor.
- *
- * It is recorded when it has been sent, because one that is not is for Python, which records it. */
-static int send_now(entry *self, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
+/* It is recorded when it has been sent, because one that is not is for Python, which records it. */
+static int send_now(entry *self, phx_comm *comm, const struct entry_tensor *tensor, const struct phx_end *end,
+                    uint32_t peer, uint32_t tag)
 {
-    const uint32_t peer = (uint32_t)ends->rank, tag = (uint32_t)ends->tag;
-    uint32_t site;
+    const uint32_t what = WHAT(PHX_SEND, tensor->copied, 0);
     int sent;
-    if (find_site(self, &site))
-        return -1;
-    phx_comm *comm = open_mailbox(self);
-    if (!comm)
-        return PyErr_Occurred() ? -1 : 0;
-    if (!entry_unchanged(&entry_process.tensors, object, tensor))
-        return 0;
-    const struct phx_end end = {tensor->nbytes, tensor->copied, site};
     if (tensor->nbytes <= INSIDE_PYTHON) {
-        sent = phx_send_now(comm, tensor->data, &end, peer, tag);
+        sent = phx_send_now(comm, tensor->data, end, peer, tag);
     } else {
         if (enter_mailbox(self))
             return -1;
-        UNLOCKED(sent, phx_send_now(comm, tensor->data, &end, peer, tag));
+        UNLOCKED(sent, phx_send_now(comm, tensor->data, end, peer, tag));
         leave_mailbox(self);
     }
-    const uint32_t what = WHAT(PHX_SEND, tensor->copied, 0);
     if (sent)
-        phx_record_end(phx_record_begin(self->recorded, what, tensor->nbytes, site, (int32_t)peer), 0);
+        phx_record_end(phx_record_begin(self->recorded, what, tensor->nbytes, end->site, (int32_t)peer), 0);
     return sent;
 }
 
-/* Receive, and wait for it. Returns 1 if the message has been received; 0 if it is for Python; -1 with an exception.
- * The caller holds the tensor. */
-static int receive(entry *self, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
+/* Receive, and wait for it. A message that fails is Python's: it finds the same status, raises the error, and gives the
+ * message back. */
+static int receive(entry *self, phx_comm *comm, PyObject *object, const struct entry_tensor *tensor,
+                   const struct phx_end *end, uint32_t peer, uint32_t tag)
+{
+    int status = PHX_OK;
+    /* Who waits for a rank of another host that has never sent has to find out whether it is there at all. */
+    if (!phx_messages_met(comm, peer))
+        return 0;
+    if (enter_mailbox(self))
+        return -1;
+    phx_message *message = phx_recv(comm, tensor->data, end, peer, tag);
+    if (message)
+        RECORDED(self, status, WHAT(PHX_RECV, tensor->copied, 0), tensor->nbytes, end->site, peer,
+                 phx_message_wait(comm, message, 0));
+    if (message && status) {
+        const unsigned long long handle = (uintptr_t)message;
+        PyObject *raised = PyObject_CallFunction(self->fail_message, "KOI", handle, object, peer);
+        if (raised)
+            PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
+        Py_XDECREF(raised);
+    } else if (message) {
+        phx_message_free(comm, message);
+    }
+    leave_mailbox(self);
+    return !message ? 0 : status ? -1 : 1;
+}
+
+/* Returns 1 if the message has been moved; 0 if it is for Python; -1 with an exception. The caller holds the tensor. */
+static int move(entry *self, uint32_t kind, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
 {
     const uint32_t peer = (uint32_t)ends->rank, tag = (uint32_t)ends->tag;
-    int status = PHX_OK, received = 0;
     uint32_t site;
     if (find_site(self, &site))
         return -1;
     phx_comm *comm = open_mailbox(self);
     if (!comm)
         return PyErr_Occurred() ? -1 : 0;
-    /* Who waits for a rank of another host that has never sent has to find out whether it is there at all. */
-    if (!entry_unchanged(&entry_process.tensors, object, tensor) || !phx_messages_met(comm, peer))
-        return 0;
-    if (enter_mailbox(self))
-        return -1;
     const struct phx_end end = {tensor->nbytes, tensor->copied, site};
-    phx_message *message = phx_recv(comm, tensor->data, &end, peer, tag);
-    if (message)
-        RECORDED(self, status, WHAT(PHX_RECV, tensor->copied, 0), tensor->nbytes, site, peer,
-                 phx_message_wait(comm, message, 0));
-    if (message && !status) {
-        received = 1;
-        phx_message_free(comm, message);
-    } else if (message) {
-        /* The message is Python's now: it finds the same status, raises the error, and gives the message back. */
-        const unsigned long long handle = (uintptr_t)message;
-        PyObject *raised = PyObject_CallFunction(self->fail_message, "KOI", handle, object, peer);
-        if (raised) {
-            Py_DECREF(raised);
-            PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
-        }
-        received = -1;
-    }
-    leave_mailbox(self);
-    return received;
+    return kind == PHX_SEND ? send_now(self, comm, tensor, &end, peer, tag)
+                            : receive(self, comm, object, tensor, &end, peer, tag);
 }
 
 /* A rank or a tag: 1, or 0 if it is not a plain integer, or a large one. */
@@ -462,7 +434,7 @@ PyObject *entry_move_now(entry *self, uint32_t kind, PyObject *const *args, Py_s
     struct ends ends;
     int done = read_message(self, args, nargs, &tensor, &ends);
     if (done == 1)
-        done = (kind == PHX_SEND ? send_now : receive)(self, args[0], &tensor, &ends);
+        done = move(self, kind, args[0], &tensor, &ends);
     return done == 1 ? PyBool_FromLong(1) : NOT_ENTERED(done);
 }
 
@@ -482,7 +454,7 @@ PyObject *entry_move_listed(entry *self, uint32_t kind, PyObject *const *args, P
     int done = read_only_one(args[0], &object, &tensor);
     if (done != 1)
         return NOT_ENTERED(done);
-    done = (kind == PHX_SEND ? send_now : receive)(self, object, &tensor, &ends);
+    done = move(self, kind, object, &tensor, &ends);
     Py_DECREF(object);
     if (done != 1)
         return NOT_ENTERED(done);

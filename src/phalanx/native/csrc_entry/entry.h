@@ -69,10 +69,6 @@ struct entry_tensor {
  * Other threads may run meanwhile. */
 int entry_read(const struct entry_tensors *tensors, PyObject *object, struct entry_tensor *out);
 
-/* Whether the tensor still has the memory and the shape that were read, and no other thread has resized it. No other
- * thread runs meanwhile, so the answer holds until the interpreter's lock is given up. */
-int entry_unchanged(const struct entry_tensors *tensors, PyObject *object, const struct entry_tensor *tensor);
-
 /* Functions of the module: a tensor's dtype as (code, bits, lanes); and the bytes of an object of pybind11's. */
 PyObject *entry_dtype_of(PyObject *module, PyObject *tensor);
 PyObject *entry_bytes_of(PyObject *module, PyObject *options);
