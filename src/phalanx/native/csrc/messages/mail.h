@@ -151,8 +151,6 @@ void phx_mail_watch(phx_comm *comm);
 /* A connection with the rank is ready, says ready.c. */
 void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write);
 
-/* In a forked child: close what belongs to the parent. */
-void phx_remote_let_go(struct phx_mail *mail);
 void phx_remote_free(struct phx_mail *mail);
 
 /* -- ready.c ------------------------------------------------------------------------------------------------------ */

@@ -435,23 +435,9 @@ void phx_messages_cut(phx_comm *comm)
     pthread_mutex_unlock(&comm->mail->lock);
 }
 
-void phx_remote_let_go(struct phx_mail *mail)
-{
-    for (uint32_t i = 0; i < mail->nreached; i++) {
-        struct phx_remote *remote = mail->streams[mail->reached[i]].remote;
-        if (remote->in >= 0)
-            close(remote->in);
-        if (remote->out >= 0)
-            close(remote->out);
-    }
-}
-
 void phx_remote_free(struct phx_mail *mail)
 {
-    for (uint32_t i = 0; i < mail->nreached; i++) {
-        struct phx_remote *remote = mail->streams[mail->reached[i]].remote;
-        close_one(&remote->in);
-        close_one(&remote->out);
-        free(remote);
-    }
+    phx_remote_end(mail->comm, 0);
+    for (uint32_t i = 0; i < mail->nreached; i++)
+        free(mail->streams[mail->reached[i]].remote);
 }

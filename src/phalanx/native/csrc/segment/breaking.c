@@ -19,15 +19,16 @@ static phx_comm *opened;
 static int break_for(phx_comm *comm, struct phx_breakage reason)
 {
     uint32_t whole = 0;
+    int is_first = 0;
     pthread_mutex_lock(&lock);
     if (!phx_broken(comm)) {
         reason.rank = comm->rank;
         reason.peer_pid = comm->places[reason.peer].pid;
         comm->places[comm->rank].breakage = reason;
-        atomic_compare_exchange_strong(&comm->header->breaking, &whole, comm->rank + 1);
+        is_first = atomic_compare_exchange_strong(&comm->header->breaking, &whole, comm->rank + 1);
     }
     pthread_mutex_unlock(&lock);
-    for (uint32_t p = 0; p < comm->size; p++) {
+    for (uint32_t p = 0; p < comm->size && is_first; p++) {
         phx_wake(phx_low_half(&comm->flags[p].ready));
         phx_wake(phx_low_half(&comm->flags[p].done));
         phx_wake(&comm->places[p].bell);
