@@ -8,6 +8,7 @@
  * direction. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <linux/sock_diag.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdlib.h>
@@ -160,11 +161,20 @@ int phx_remote_move_sends(phx_comm *comm, uint32_t dst)
     return move_sends(comm, dst, 0);
 }
 
+/* Whether the socket takes a message as a whole. Memory that holds bytes for the network is larger than these. */
+static int has_room(int socket, uint64_t nbytes)
+{
+    uint32_t memory[SK_MEMINFO_VARS];
+    socklen_t size = sizeof memory;
+    return getsockopt(socket, SOL_SOCKET, SO_MEMINFO, memory, &size) == 0 &&
+           memory[SK_MEMINFO_WMEM_QUEUED] + 2 * nbytes + 4096 <= memory[SK_MEMINFO_SNDBUF];
+}
+
 int phx_remote_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
 {
     struct phx_mail *mail = comm->mail;
     struct phx_remote *remote = mail->streams[dst].remote;
-    if (!remote || remote->out < 0 || sent->nbytes > PHX_PIECE)
+    if (!remote || remote->out < 0 || sent->nbytes > PHX_PIECE || !has_room(remote->out, sent->nbytes))
         return 0;
     begin_front(remote, sent, tag);
     const uint64_t moved = push(remote, data, sent->nbytes);
@@ -172,7 +182,7 @@ int phx_remote_send_now(phx_comm *comm, const void *data, const struct phx_end *
         return 0;
     if (front_is_sent(remote) && moved == sent->nbytes)
         return 1;
-    /* The kernel has taken a part: the rest is sent from a copy, which nobody waits for. */
+    /* The kernel takes less than it said: the rest is sent from a copy, which nobody waits for. */
     phx_message *rest = malloc(sizeof *rest + sent->nbytes);
     if (!rest) {
         end_out(remote); /* a message of which a part has been sent cannot be taken back */
