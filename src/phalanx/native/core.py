@@ -11,7 +11,7 @@ from types import ModuleType
 
 from phalanx.errors import BackendError
 
-ABI = 33
+ABI = 34
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
