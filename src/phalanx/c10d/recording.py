@@ -50,14 +50,15 @@ class RecordedCalls:
     def __init__(self, communicator: Communicator, recorded: RecordedGroup) -> None:
         self._recorded = recorded  # the core counts in it
         for name, (kind, *places) in _METHODS.items():
-            setattr(self, name, _collective(getattr(communicator, name), recorded, KIND_NUMBERS[kind], *places))
+            body, lists = getattr(communicator, name), name == "all_to_all"
+            setattr(self, name, _collective(body, recorded, KIND_NUMBERS[kind], lists, *places))
         group = addressof(recorded)
         self.send = _message(communicator.send, group, KIND_NUMBERS["send"])
         self.recv = _message(communicator.recv, group, KIND_NUMBERS["recv"])
 
 
 def _collective(
-    body: Callable[..., None], recorded: RecordedGroup, kind: int, tensor_at: int, op_at: int, root_at: int
+    body: Callable[..., None], recorded: RecordedGroup, kind: int, lists: bool, tensor_at: int, op_at: int, root_at: int
 ) -> Callable[..., None]:
     group, (begin, end) = addressof(recorded), recorder.begin_and_end()
 
@@ -65,7 +66,7 @@ def _collective(
         what, nbytes = kind, 0
         if tensor_at >= 0:
             tensor = arguments[tensor_at]
-            if isinstance(tensor, (list, tuple)):  # an all_to_all's
+            if lists:
                 nbytes = sum([part.nbytes for part in tensor])
                 tensor = tensor[0]
             else:
