@@ -104,7 +104,7 @@ class SharedMemoryCommunicator(Communicator):
         self._told = False  # whether this rank has raised the error of the broken group
         # The last call that returned before every other rank had confirmed it, as a broadcast's root does. If it did
         # not match, that is found in a later call, whose error must name this one. Kept as (call site, function that
-        # writes the text, its arguments); a quick call (native/csrc_entry) has the site's number. The thread in a
+        # writes the text, its arguments), with the recorder's number of the site where it is known. The thread in a
         # collective writes it; one that explains its message reads it, too: one assignment replaces it whole.
         self._unheard: tuple[CallSite | int | None, Callable[..., str], tuple[Any, ...]] | None = None
 
@@ -277,7 +277,7 @@ class SharedMemoryCommunicator(Communicator):
     def _all_to_all(self, outputs: Pointers, inputs: Pointers, dtype: torch.dtype) -> None:
         status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, DTYPES[dtype])
         # The receiver alone compares the sizes of a pair.
-        unheard = capture(2), exchanged, (dtype, bytes(self._sizes), bytes(self._other_sizes))
+        unheard = recorder.number_here() or capture(2), exchanged, (dtype, bytes(self._sizes), bytes(self._other_sizes))
         if status:
             self._raise(status, "all_to_all", unheard[1](*unheard[2]))
         self._unheard = unheard
@@ -360,7 +360,8 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, name, tensor, op, root)
         if not heard:
-            self._unheard = capture(2), text_of_call, (name, tensor.dtype, tensor.shape, op, root)
+            site = recorder.number_here() or capture(2)
+            self._unheard = site, text_of_call, (name, tensor.dtype, tensor.shape, op, root)
 
     def _fail(
         self, status: int, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
