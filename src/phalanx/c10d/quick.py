@@ -9,6 +9,7 @@ core; ranks may differ in which they use.
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Sequence
 from ctypes import addressof
 from datetime import timedelta
@@ -24,8 +25,6 @@ from torch.autograd import profiler
 from torch.utils import _python_dispatch
 
 from phalanx.c10d.work import DoneWork
-from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import inside
 from phalanx.native.core import quick_entry
 from phalanx.transports.operands import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -50,15 +49,8 @@ _SIGNED_64 = 8
 def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
     """Give a process group its quick methods, if there can be any. They find by themselves that the group is closed."""
     entry = _entry(group, communicator.handle, communicator)
-    if entry is None:
-        return
-
-    def unheard() -> Any:
-        site, name, (dtype, shape), op, root = entry.last()
-        return recorder.site_of(site), text_of_call, (name, dtype, shape, None if op < 0 else op, root)
-
-    entry.set_explain(unheard)
-    vars(group).update(entry.methods())
+    if entry is not None:
+        vars(group).update(entry.methods())
 
 
 def quicken_messages(group: Any, mailbox: Mailbox) -> None:
@@ -74,10 +66,9 @@ def _entry(group: Any, handle: int, owner: Any) -> Any:
     module = prepared_module()
     if module is None or group.hooked:
         return None
-    entry = module.Entry(group, handle, group.rank(), group.size(), group._progress, owner)
-    if group.recorded is not None:
-        entry.set_recorded(addressof(group.recorded), group.recorded)
-    return entry
+    recorded = group.recorded
+    counts = 0 if recorded is None else addressof(recorded)
+    return module.Entry(group, handle, group.rank(), group.size(), group._progress, owner, counts, recorded)
 
 
 @cache
@@ -96,19 +87,19 @@ def prepared_module() -> ModuleType | None:
     numbers = [OP_NUMBERS.get(op, 0) for op in range(max(OP_NAMES) + 1)]
     module.set_up(
         _dtypes(module),
-        numbers,
+        struct.pack(f"{len(numbers)}I", *numbers),
         torch.Tensor,
         torch.nn.Parameter,
         torch.Tensor.is_neg,
         vars(profiler),
         vars(_python_dispatch),
-        inside,
         # How the group's method learns that its caller waits for the message, and lets nobody else have the handle.
         _code_of(dist.send),
         _code_of(dist.recv),
         DoneWork,
         DoneWork([]),
         torch._C._len_torch_function_stack,
+        text_of_call,
     )
     for which, (kind, has_op, has_root) in enumerate(_OPTIONS):
         layout = _layout(module, kind, has_op, has_root)
@@ -122,9 +113,9 @@ def _code_of(function: Callable[..., Any]) -> CodeType:
     return code
 
 
-def _dtypes(module: Any) -> list[tuple[int, ...]]:
+def _dtypes(module: Any) -> bytes:
     """The dtypes that are served: each as DLPack's code, with its numbers in the core and a bit for each operation."""
-    found = []
+    found = b""
     for dtype, (reduced, copied) in DTYPE_NUMBERS.items():
         # DLPack passes on neither that complex numbers are conjugated nor that an integer has less than 8 bits.
         if not (reduced or dtype.is_floating_point) or dtype in (torch.int8, torch.uint8):
@@ -133,7 +124,7 @@ def _dtypes(module: Any) -> list[tuple[int, ...]]:
         with contextlib.suppress(RuntimeError, BufferError):  # DLPack has no such dtype
             code = module.dtype_of(torch.empty(0, dtype=dtype))
             if code[1] % 8 == 0 and code[2] == 1:
-                found.append((*code, reduced, copied, bits))
+                found += struct.pack("BBHIII", *code, reduced, copied, bits)
     return found
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from phalanx.diagnosis import call_site, recorder
+from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import dtype_name
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
-from phalanx.native.core import RecordedGroup, quick_entry
+from phalanx.native.core import RecordedGroup
 from phalanx.transports.contract import SENT, Communicator, Message
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
@@ -50,39 +50,37 @@ class RecordedCalls:
     def __init__(self, communicator: Communicator, recorded: RecordedGroup) -> None:
         self._recorded = recorded  # the core counts in it
         for name, (kind, *places) in _METHODS.items():
-            setattr(self, name, _collective(getattr(communicator, name), recorded, KIND_NUMBERS[kind], *places))
+            body, lists = getattr(communicator, name), name == "all_to_all"
+            setattr(self, name, _collective(body, recorded, KIND_NUMBERS[kind], lists, *places))
         group = addressof(recorded)
         self.send = _message(communicator.send, group, KIND_NUMBERS["send"])
         self.recv = _message(communicator.recv, group, KIND_NUMBERS["recv"])
 
 
 def _collective(
-    body: Callable[..., None], recorded: RecordedGroup, kind: int, tensor_at: int, op_at: int, root_at: int
+    body: Callable[..., None], recorded: RecordedGroup, kind: int, lists: bool, tensor_at: int, op_at: int, root_at: int
 ) -> Callable[..., None]:
-    entry: Any = quick_entry()
-    if not isinstance(entry, str):
-        running = call_site.running
-        made: Callable[..., None] = entry.Recorded(
-            body, addressof(recorded), recorded, kind, tensor_at, op_at, root_at, _DTYPES, OP_NUMBERS, running
-        )
-        return made
-    group = addressof(recorded)
+    group, (begin, end) = addressof(recorded), recorder.begin_and_end()
 
     def call(*arguments: Any) -> None:
         what, nbytes = kind, 0
         if tensor_at >= 0:
-            tensors = [given] if isinstance(given := arguments[tensor_at], torch.Tensor) else given  # an all_to_all's
-            nbytes = sum(tensor.nbytes for tensor in tensors)
-            what |= _DTYPES[tensors[0].dtype]
+            tensor = arguments[tensor_at]
+            if lists:
+                nbytes = sum([part.nbytes for part in tensor])
+                tensor = tensor[0]
+            else:
+                nbytes = tensor.nbytes
+            what |= _DTYPES[tensor.dtype]
         if op_at >= 0:
             what |= OP_NUMBERS.get(arguments[op_at], 0) << 16
-        ticket = recorder.begin(group, what, nbytes, arguments[root_at] if root_at >= 0 else -1)
+        ticket = begin(group, what, nbytes, arguments[root_at] if root_at >= 0 else -1)
         try:
             body(*arguments)
         except BaseException:
-            recorder.end(ticket, True)
+            end(ticket, True)
             raise
-        recorder.end(ticket, False)
+        end(ticket, False)
 
     return call
 

@@ -73,12 +73,12 @@ class _Recorder:
         self.step, self.label = -1, 0
         entry: Any = quick_entry()
         if isinstance(entry, str):
-            self.begin: Callable[[int, int, int, int, int], int] = self._begin_by_ctypes
+            self.begin: Callable[[int, int, int, int], int] = self._begin_by_ctypes
             self.end: Callable[[int, bool], None] = self.core.phx_record_end
-            self.site: Callable[[], int] = self._site_by_frames
+            self.here: Callable[[], int] = self._here_by_frames
         else:
-            entry.set_recorder(call_site.inside, self.number_of)
-            self.begin, self.end, self.site = entry.record_begin, entry.record_end, entry.site_number
+            entry.set_recorder(call_site.inside, self.number_of, call_site.running)
+            self.begin, self.end, self.here = entry.record_begin, entry.record_end, entry.site_number
 
     def text(self, text: str, *, share: float = 1.0, identity: int = 0) -> int:
         """The number of a text, which is written when it is first asked for; 0 if that share of the room is used up.
@@ -102,11 +102,6 @@ class _Recorder:
         length = int.from_bytes(self._strings[number : number + 4], "little") if number else 0
         return bytes(self._strings[number + 4 : number + 4 + length]).decode(errors="replace")
 
-    def here(self) -> int:
-        """See :func:`number_here`."""
-        queued = call_site.running.site
-        return self.site() if queued is None else self.number_of(*queued)
-
     def number_of(self, code: CodeType, instruction: int) -> int:
         """The number of a call site's text."""
         key = id(code), instruction
@@ -121,12 +116,12 @@ class _Recorder:
         sites = list(self._sites.items())
         return next(((code, instruction) for (_, instruction), (code, known) in sites if known == number), None)
 
-    def _site_by_frames(self) -> int:
+    def _here_by_frames(self) -> int:
         site = call_site.capture(2)
         return 0 if site is None else self.number_of(*site)
 
-    def _begin_by_ctypes(self, group: int, what: int, nbytes: int, site: int, peer: int) -> int:
-        ticket: int = self.core.phx_record_begin(ctypes.cast(group, _GROUP), what, nbytes, site, peer)
+    def _begin_by_ctypes(self, group: int, what: int, nbytes: int, peer: int) -> int:
+        ticket: int = self.core.phx_record_begin(ctypes.cast(group, _GROUP), what, nbytes, self.here(), peer)
         return ticket
 
 
@@ -209,7 +204,13 @@ def begin(group: int, what: int, nbytes: int, peer: int) -> int:
         nbytes: of this rank's tensor, or what :func:`shaped` makes of them.
         peer: the root, or the other end of a message; -1 for none.
     """
-    return _state.begin(group, what, nbytes, _state.here(), peer) if _state is not None else 0
+    return _state.begin(group, what, nbytes, peer) if _state is not None else 0
+
+
+def begin_and_end() -> tuple[Callable[[int, int, int, int], int], Callable[[int, bool], None]]:
+    """The functions :func:`begin` and :func:`end` of the open recorder, for a call that takes microseconds."""
+    assert _state is not None, "a group is recorded, and so the recorder is open"
+    return _state.begin, _state.end
 
 
 def shaped(nbytes: int, shape: tuple[int, ...]) -> int:

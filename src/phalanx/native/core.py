@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from ctypes import (
-    CFUNCTYPE,
-    POINTER,
-    Structure,
-    c_char_p,
-    c_int,
-    c_int32,
-    c_int64,
-    c_ssize_t,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from phalanx.errors import BackendError
 
-ABI = 33
+ABI = 34
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -75,10 +63,7 @@ class Going:
 
 
 class End(Structure):
-    """One end of a message (``struct phx_end``).
-
-    ``dtype`` is the number for copies, and ``site`` the line's number in the recorder of the rank whose end it is.
-    """
+    """One end of a message (``struct phx_end``)."""
 
     _fields_ = [("nbytes", c_uint64), ("dtype", c_uint32), ("site", c_uint32)]
 
@@ -133,11 +118,7 @@ class SeenRecord(Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the core once, check that it is the one these signatures describe, and declare them.
-
-    Raises:
-        BackendError: the library is missing, or of another ABI.
-    """
+    """Load the core once and declare its functions; BackendError if it is missing, or of another ABI."""
     path = Path(__file__).with_name("libphalanx.so")
     try:
         core = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL, use_errno=True)  # the module in C finds it there
@@ -221,7 +202,7 @@ def library() -> ctypes.CDLL:
         ("phx_message_wait", c_int, [comm, message, c_uint64]),
         ("phx_message_source", c_uint32, [message]),
         ("phx_message_free", None, [comm, message]),
-        ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, c_ssize_t]),
+        ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, ctypes.c_ssize_t]),
         ("phx_mpi_prepare", None, [c_int, c_char_p, c_uint64]),
         ("phx_mpi_end", None, [c_int, c_void_p]),
     ):
@@ -281,10 +262,7 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
 
 
 def quick_entry() -> ModuleType | str:
-    """Load the module in C for the usual calls (``native/csrc_entry``); or say why there is none.
-
-    The package works without it, by ctypes alone.
-    """
+    """Load the module in C for the usual calls (``native/csrc_entry``); or say why all calls go by ctypes."""
     try:
         library()  # whose functions it calls
         module = importlib.import_module("phalanx.native.entry")

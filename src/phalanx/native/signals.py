@@ -20,11 +20,9 @@ class SignalPoll:
     def __init__(self) -> None:
         self._raised: list[BaseException] = []
         self._main = threading.main_thread().ident
-        # An exception must not leave the callback: ctypes drops it, and the core gets an undefined value. Python may
-        # run a handler at a function's first instruction, before any `try`; a generator resumes inside its `try`.
-        # The lookup must run no Python function either: it is `next(idle.pop(thread id, repeat(0)))`, built from C
-        # iterators. The generator puts itself back into `idle` before it yields. Any other thread, and a handler that
-        # waits while the generator is out, finds nothing and gets 0.
+        # An exception must not leave the callback: ctypes drops it. Python may run a handler at a function's first
+        # instruction, before any `try`; a generator resumes inside its `try`. Nor may the lookup run Python: it is
+        # `next(idle.pop(thread id, repeat(0)))`, of C iterators. The generator puts itself back before it yields.
         idle: dict[int | None, Iterator[int]] = {}
         watch = _watch(idle, self._main, self._raised)
         next(watch)

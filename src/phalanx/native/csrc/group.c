@@ -23,21 +23,14 @@ uint32_t phx_abi(void)
     return PHX_ABI;
 }
 
-/* Free all that a view owns besides the mapping. Of a view that could not be completed, some pointers are NULL. */
+/* Free all that a view owns besides the mapping. */
 static void free_view(phx_comm *comm)
 {
-    if (comm->mail)
-        phx_mail_close(comm->mail);
-    free(comm->seen);
-    free(comm->compared);
-    free(comm->inputs);
-    free(comm->shared);
-    free(comm->tensors);
-    for (uint32_t p = 0; comm->recorders && p < comm->size; p++)
+    phx_mail_close(comm->mail);
+    for (uint32_t p = 0; p < comm->size; p++)
         if (comm->recorders[p])
             munmap((void *)comm->recorders[p], PHX_RECORDER_BYTES);
-    free(comm->recorders);
-    free(comm->met);
+    free(comm->shared);
     free(comm->names);
     free(comm->lines);
     free(comm);
@@ -45,20 +38,21 @@ static void free_view(phx_comm *comm)
 
 static phx_comm *new_view(uint32_t size)
 {
-    phx_comm *comm = calloc(1, sizeof *comm);
+    /* The arrays with an element for each rank lie behind it. */
+    phx_comm *comm = calloc(1, sizeof *comm + size * (sizeof *comm->met + 2 * sizeof *comm->seen + 3 * sizeof(void *)));
     if (!comm)
         return NULL;
     comm->size = size;
-    comm->seen = calloc(size, sizeof *comm->seen);
-    comm->compared = calloc(size, sizeof *comm->compared);
-    comm->inputs = calloc(size, sizeof *comm->inputs);
-    comm->tensors = calloc(size, sizeof *comm->tensors);
-    comm->met = calloc(size, sizeof *comm->met);
-    comm->recorders = calloc(size, sizeof *comm->recorders);
+    comm->met = (struct phx_process *)(comm + 1);
+    comm->seen = (uint64_t *)(comm->met + size);
+    comm->compared = comm->seen + size;
+    comm->inputs = (const void **)(comm->compared + size);
+    comm->tensors = (const char **)(comm->inputs + size);
+    comm->recorders = comm->tensors + size;
     comm->mail = phx_mail_open(comm);
-    if (comm->seen && comm->compared && comm->inputs && comm->tensors && comm->met && comm->recorders && comm->mail)
+    if (comm->mail)
         return comm;
-    free_view(comm);
+    free(comm);
     return NULL;
 }
 

@@ -24,7 +24,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 33
+#define PHX_ABI 34
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -103,7 +103,7 @@ struct phx_end {
 /* Why a group broke: what one rank found, and about which other. */
 struct phx_breakage {
     uint32_t status;         /* enum phx_status; PHX_OK if the group is whole */
-    uint32_t rank;           /* the rank that broke the group; PHX_NOBODY if it lives but has not written the reason */
+    uint32_t rank;           /* the rank that broke the group */
     uint32_t peer, peer_pid; /* the rank that it waited for or compared itself with, or PHX_NOBODY */
     uint64_t chunk;          /* where the calls differ, if that is why; else where the call of `rank` began */
     uint32_t how;            /* enum phx_going: how `peer` went, if the status is PHX_PEER_LOST */
@@ -119,27 +119,25 @@ PHX_API uint32_t phx_abi(void);
 
 /* -- the group --------------------------------------------------------------------------------------------------- */
 
-/* Make an empty file a segment. Called by one rank, before the others open it.
- *   size          how many ranks the group has, at most 1024
- *   chunk_bytes   size of a slot: a multiple of 64, and at least 64 per rank
- *   small_bytes   reductions whose inputs add up to at most so many bytes take one synchronisation (all_reduce.c)
- *   stream_bytes  outputs of at least so many bytes are written past the caches (copy.h)
- *   cookie        16 random bytes, by which ranks recognise the segment
- * Returns PHX_OK, PHX_BAD_ARGUMENT, or PHX_SYSTEM with errno set. */
+/* Make an empty file a segment of at most 1024 ranks, which these recognise by the 16 random bytes of the cookie.
+ * Called by one rank, before the others open it. A slot has `chunk_bytes`: a multiple of 64, and at least 64 per rank.
+ * Reductions whose inputs add up to at most `small_bytes` take one synchronisation (reductions.c); outputs of at least
+ * `stream_bytes` are written past the caches (copy.h). Returns PHX_OK, PHX_BAD_ARGUMENT, or PHX_SYSTEM with errno
+ * set. */
 PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes,
                                uint64_t stream_bytes, const uint8_t *cookie);
 
-/* Map a formatted segment as one rank, once. `fd` must stay open until phx_all_seen() has returned PHX_OK. A wait checks
- * `spin` times for its peer before it yields the core; a wait for a message sleeps at once if that is 0. `poll` may be NULL.
- * Returns NULL with errno set: EPROTO if the file is not the segment of this cookie. */
+/* Map a formatted segment as one rank, once. `fd` must stay open until phx_all_seen() has returned PHX_OK. A wait
+ * checks `spin` times for its peer before it yields the core; a wait for a message sleeps at once if that is 0. `poll`
+ * may be NULL. Returns NULL with errno set: EPROTO if the file is not the segment of this cookie. */
 PHX_API phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll);
 
-/* Look at the processes of all other ranks, and publish whether each is the one that it says: once, when all ranks have
- * opened the segment. */
+/* Look at the processes of all other ranks, once all have opened the segment, and publish whether each is what it
+ * says. */
 PHX_API void phx_look(phx_comm *comm, int fd);
 
-/* Returns PHX_OK when every rank has looked: then `whom` is PHX_NOBODY if all see all, or the rank that `by` does not
- * see, the same on every rank. Returns PHX_UNDER_WAY while rank `by` has not looked yet, PHX_PEER_LOST if it is gone. */
+/* PHX_OK when every rank has looked: then `whom` is PHX_NOBODY, or the rank that `by` does not see, the same on every
+ * rank. PHX_UNDER_WAY while rank `by` has not looked yet, PHX_PEER_LOST if it is gone. */
 PHX_API int phx_all_seen(const phx_comm *comm, uint32_t *by, uint32_t *whom);
 
 /* Whether phx_look() has found the process of `rank`. */
@@ -148,16 +146,16 @@ PHX_API int phx_sees(const phx_comm *comm, uint32_t rank);
 /* How `rank` stands to the group (enum phx_going), also once it is broken, and its pid. By any thread. */
 PHX_API int phx_going(const phx_comm *comm, uint32_t rank, uint32_t *pid);
 
-/* Compare this rank's last calls with those of the others, which no later call will: before a rank closes the group, by a
- * thread that is alone in it. Waits at most `patience_ns`. Returns PHX_OK, also if some have ended before; PHX_UNDER_WAY if
- * some are behind; PHX_MISMATCH; or PHX_PEER_LOST if a rank has left without that call. */
+/* Compare this rank's last calls with those of the others before it closes the group, by a thread that is alone in it.
+ * Waits at most `patience_ns`. Returns PHX_OK, also if some have ended before; PHX_UNDER_WAY if some are behind;
+ * PHX_MISMATCH; or PHX_PEER_LOST if a rank has left without that call. */
 PHX_API int phx_compare_rest(phx_comm *comm, uint64_t patience_ns);
 
 /* The calls from now on are parts of one call of a larger group, and match only where `call` is equal. */
 PHX_API void phx_begin_parts(phx_comm *comm, uint64_t call);
 
-/* Returns where a chunk is: -1 before this rank's last call (with parts, the whole one), 0 in it, 1 after it, which a
- * call that has not returned is. */
+/* Where a chunk is: -1 before this rank's last call (with parts, the whole one), 0 in it, 1 after it or in the present
+ * one. */
 PHX_API int phx_beside_last_call(const phx_comm *comm, uint64_t chunk);
 
 /* Tell the ranks of all groups that this process goes: its exit handlers are running, or an exception, in words, has
@@ -168,20 +166,21 @@ PHX_API void phx_process_fails(const char *text);
 /* Tell the other ranks of one group that this rank is about to close it because of an exception, in words. */
 PHX_API void phx_group_fails(phx_comm *comm, const char *text);
 
-/* Tell the others that this rank leaves, unless it has told otherwise, and free all. No other thread may be in a call. */
+/* Tell the others that this rank leaves, unless it has told otherwise, and free all. No other thread may be in a
+ * call. */
 PHX_API void phx_close(phx_comm *comm);
 
 /* Break the group, from any thread: calls under way on any rank end with PHX_INTERRUPTED. */
 PHX_API void phx_abort(phx_comm *comm);
 
-/* Set how long this rank waits for another in a collective, and in a message, before it breaks the group. At first there is
- * no limit. */
+/* Set how long this rank waits in a collective, and for a message, before it breaks the group. At first there is no
+ * limit. */
 PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t message_timeout_ns);
 
-/* Get the reason why the group broke; returns its status, or PHX_OK if the group is whole. May take 100 ms. */
+/* Get the reason why the group broke; returns its status, or PHX_OK if the group is whole. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
 
-/* Returns the chunk with which this rank's last call began. A mismatch at an earlier chunk concerns an earlier call. */
+/* The chunk with which this rank's last call began. A mismatch at an earlier chunk concerns an earlier call. */
 PHX_API uint64_t phx_call_chunk(const phx_comm *comm);
 
 /* Publish what this rank was doing when the group broke, for the others' errors. Only a rank's first text counts. */
@@ -201,22 +200,21 @@ struct phx_crossing {
     uint32_t theirs[2]; /* and on the peer */
 };
 
-/* Have the lines compared from which the ranks make the calls of this group: before the first collective. Nothing is
- * compared after `most_crossings` times PHX_CROSSED: a program that takes turns between more lines than there is room for
- * finds the same ones again and again. */
+/* Compare the lines from which the ranks make the calls of this group: before the first collective, and until
+ * `most_crossings` times PHX_CROSSED, since a program that takes turns between many lines finds the same ones again. */
 PHX_API void phx_compare_lines(phx_comm *comm, uint32_t most_crossings);
 
 /* Get what made a collective return PHX_CROSSED. By the thread that called it, before the group's next call. */
 PHX_API void phx_crossing(const phx_comm *comm, struct phx_crossing *out);
 
-/* Returns 1 to the first rank of the group that asks, which then tells the user, and 0 to the others. */
+/* 1 to the first rank of the group that asks, which then tells the user, and 0 to the others. */
 PHX_API int phx_tells_crossing(phx_comm *comm);
 
 /* Break the group with PHX_MISMATCH at the call that this rank has made last, because of what phx_crossing() said. */
 PHX_API void phx_break_crossed(phx_comm *comm);
 
-/* The same for a rank that shares no memory with one other, and is told its lines: those that have met. For one thread at a
- * time. phx_pairs_open() returns NULL if there is no memory. */
+/* The same for a rank that shares no memory with one other, and is told its lines. For one thread at a time. NULL if
+ * there is no memory. */
 typedef struct phx_line_pairs phx_line_pairs;
 PHX_API phx_line_pairs *phx_pairs_open(void);
 PHX_API void phx_pairs_close(phx_line_pairs *pairs);
@@ -224,8 +222,8 @@ PHX_API void phx_pairs_close(phx_line_pairs *pairs);
 /* The line from which this thread's collective was called, in 16 bits, alike in every process; 0 if it is not known. */
 PHX_API uint32_t phx_line_now(void);
 
-/* Note that this thread's collective has met one of the other rank, from these lines; neither is 0. Returns PHX_OK, or
- * PHX_CROSSED if two lines are crossed now, with all of `out` but the peer. */
+/* Note that collectives of the two ranks have met, from these lines; neither is 0. PHX_OK, or PHX_CROSSED if two lines
+ * are crossed now, with all of `out` but the peer. */
 PHX_API int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out);
 
 /* Whether calls from equal lines need not be noted. */
@@ -242,16 +240,13 @@ PHX_API int phx_pairs_settled(const phx_line_pairs *pairs);
  *   shape          a number that must be equal on all ranks that do not give 0; count or nbytes, dtype, op and root must
  *                  be equal on all
  * An address may be NULL only if the call moves no bytes there: PHX_BAD_ARGUMENT.
- * Costs are for p ranks and n bytes; a synchronisation is one counter raised by each rank and read by the others. Each
- * function's file has its algorithm; docs/algorithms.md compares them. */
+ * docs/algorithms.md has what each costs, and its file how it works. */
 
 /* Combine inputs of this process, as the collectives combine those of the ranks: out[i] = ins[0][i] op ins[1][i] op ...
  * `out` overlaps no input. Returns PHX_OK or PHX_BAD_ARGUMENT. */
 PHX_API int phx_combine(const void *const *ins, uint32_t nins, void *out, uint64_t count, uint32_t dtype, uint32_t op);
 
-/* Combine: out[i] = in_0[i] op in_1[i] op ..., in rank order, on every rank. `out` may be `in`.
- * Small inputs take one synchronisation and read p * n bytes; others take two for each chunk, copy 2 (p-1)/p * n bytes
- * and read n (Rabenseifner, ICCS 2004). */
+/* Combine: out[i] = in_0[i] op in_1[i] op ..., in rank order, on every rank. `out` may be `in`. */
 PHX_API int phx_all_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op,
                            uint64_t shape);
 
@@ -259,20 +254,18 @@ PHX_API int phx_all_reduce(phx_comm *comm, const void *in, void *out, uint64_t c
 PHX_API int phx_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op,
                        uint32_t root, uint64_t shape);
 
-/* Combine every rank's ins[r], of `count` elements, into `out` of rank r. `out` may be this rank's own ins[r].
- * Copies (p-1) * n bytes in and reads p * n. */
+/* Combine every rank's ins[r], of `count` elements, into `out` of rank r. `out` may be this rank's own ins[r]. */
 PHX_API int phx_reduce_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t count, uint32_t dtype,
                                uint32_t op, uint64_t shape);
 
-/* Let all_reduce take tensors in this memory where they lie, without a copy. Every rank has mapped the same memory, calls
- * this at the same point, and keeps it mapped until phx_close(). */
+/* Let all_reduce take tensors in this memory where they lie, without a copy. Every rank has mapped the same memory,
+ * calls this at the same point, and keeps it mapped until phx_close(). */
 PHX_API int phx_share_memory(phx_comm *comm, const void *base, uint64_t nbytes);
 
-/* Copy `data` of the root into `data` of every other rank. The root does not wait for them. Copies n bytes. */
+/* Copy `data` of the root into `data` of every other rank. The root does not wait for them. */
 PHX_API int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t root, uint64_t shape);
 
-/* Copy `in` of rank r into outs[r] of every rank. This rank's own outs[r] may be `in`.
- * Copies n bytes in and p * n out. */
+/* Copy `in` of rank r into outs[r] of every rank. This rank's own outs[r] may be `in`. */
 PHX_API int phx_all_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbytes, uint32_t dtype,
                            uint64_t shape);
 
@@ -280,31 +273,29 @@ PHX_API int phx_all_gather(phx_comm *comm, const void *in, void *const *outs, ui
 PHX_API int phx_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbytes, uint32_t dtype,
                        uint32_t root, uint64_t shape);
 
-/* Copy ins[r] of the root into `out` of rank r; elsewhere `ins` is not read. The root does not wait for the others.
- * The root copies (p-1) * n bytes in, the others n out. */
+/* Copy ins[r] of the root into `out` of rank r; elsewhere `ins` is not read. The root does not wait for the others. */
 PHX_API int phx_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t nbytes, uint32_t dtype,
                         uint32_t root, uint64_t shape);
 
-/* Copy ins[r], of in_bytes[r], to rank r, and into outs[r], of out_bytes[r], what rank r sends. A rank must send
- * another exactly as many bytes as that one expects. Copies what is sent in and what is received out. */
+/* Copy ins[r], of in_bytes[r], to rank r, and into outs[r], of out_bytes[r], what rank r sends: exactly as many
+ * bytes. */
 PHX_API int phx_all_to_all(phx_comm *comm, const void *const *ins, const uint64_t *in_bytes, void *const *outs,
                            const uint64_t *out_bytes, uint32_t dtype);
 
-/* Wait until every rank has called it. One synchronisation. */
+/* Wait until every rank has called it. */
 PHX_API int phx_barrier(phx_comm *comm);
 
 /* -- messages ------------------------------------------------------------------------------------------------------ */
 
 /* Messages between two ranks with one tag arrive in the order in which they were sent. Any thread may call these, also
- * while another is in a collective of the group; calls about one message are made by one thread at a time. A message
- * costs n bytes copied in, n copied out, and one wake-up for every 64 KiB. */
+ * while another is in a collective of the group; calls about one message are made by one thread at a time. */
 
 #define PHX_ANY_SOURCE UINT32_MAX
 typedef struct phx_message phx_message;
 
-/* Start to send to the group rank `dst`, or to receive from `src` (or PHX_ANY_SOURCE). If the ends do not agree, but for
- * their sites, the group breaks with PHX_MISMATCH. The data must stay where it is until the message is done. A rank may be
- * its own peer. Returns NULL if there is no memory or no such rank, or if the data is at NULL. */
+/* Start to send to the group rank `dst`, or to receive from `src` (or PHX_ANY_SOURCE). If the ends do not agree, but
+ * for their sites, the group breaks with PHX_MISMATCH. The data must stay where it is until the message is done. A rank
+ * may be its own peer. Returns NULL if there is no memory or no such rank, or if the data is at NULL. */
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag);
 
@@ -312,24 +303,24 @@ PHX_API phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *
  * for. Else do nothing: 0. */
 PHX_API int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 
-/* Returns 1 if the message is done or the group broken, after moving what can be moved now, else 0. Never blocks. With
- * `watch` it also checks, once a slice, that the peer lives and that the message's timeout has not passed, and else
- * breaks the group; then it returns PHX_UNMET for a receive that no connection could bring. */
+/* Move what can be moved now; 1 if the message is done or the group broken, else 0. Never blocks. With `watch` it also
+ * checks, once a slice, that the peer lives and that the message's timeout has not passed, and else breaks the group;
+ * then it returns PHX_UNMET for a receive that no connection could bring. */
 PHX_API int phx_message_test(phx_comm *comm, phx_message *message, int watch);
 
 /* Start the group's timeout for this message, as if a thread waited for it. */
 PHX_API void phx_message_expect(phx_comm *comm, phx_message *message);
 
-/* Wait until the message is done; returns its status. After `timeout_ns`, unless it is 0, it returns PHX_UNDER_WAY. With 0
- * the group's own timeout, counted from the last byte that moved, breaks the group. */
+/* Wait until the message is done; returns its status. After `timeout_ns`, unless it is 0, it returns PHX_UNDER_WAY.
+ * With 0 the group's own timeout, counted from the last byte that moved, breaks the group. */
 PHX_API int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns);
 
-/* Move messages until one is done, for a slice at most. Returns how many have been done so far; `finished` is what the last
- * call returned, at first 0. */
+/* Move messages until one is done, for a slice at most. Returns how many have been done so far; `finished` is what the
+ * last call returned, at first 0. */
 PHX_API uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished);
 
-/* Let no message move any more, and end every wait for one with PHX_UNDER_WAY. With `in_order` the ranks of other hosts are
- * told that this one has left. */
+/* Let no message move any more, and end every wait for one with PHX_UNDER_WAY. With `in_order` the ranks of other hosts
+ * are told that this one has left. */
 PHX_API void phx_messages_end(phx_comm *comm, int in_order);
 
 /* The group rank that sent what was received. */
@@ -338,17 +329,18 @@ PHX_API uint32_t phx_message_source(const phx_message *message);
 /* Give the handle back. A message that is not done goes on as long as any thread of the rank calls into the group. */
 PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
 
-/* Messages with ranks of other hosts. The status of such a message is its own, and the group stays whole: PHX_PEER_LEFT,
- * PHX_CUT, PHX_OVERDUE or PHX_DIFFERS. */
+/* Messages with ranks of other hosts. The status of such a message is its own, and the group stays whole:
+ * PHX_PEER_LEFT, PHX_CUT, PHX_OVERDUE or PHX_DIFFERS. */
 
 #define PHX_LINE_BYTES 256u /* of the line of a program, with its end */
 
-/* Have messages number ranks as a group of `size` ranks does, whose ranks on this host are `here`. Before the first one. */
+/* Have messages number ranks as a group of `size` ranks does, whose ranks on this host are `here`. Before the first
+ * one. */
 PHX_API int phx_messages_join(phx_comm *comm, uint32_t size, const int32_t *here);
 
-/* Use a connected socket for messages from a rank (`incoming`), or to it. With PHX_OK the core closes it in the end; it is
- * refused with PHX_BAD_ARGUMENT when messages have been ended. phx_messages_refused(): there can be no socket to the rank,
- * and whether that is because it has left. */
+/* Use a connected socket for messages from a rank (`incoming`), or to it. With PHX_OK the core closes it in the end; it
+ * is refused with PHX_BAD_ARGUMENT when messages have been ended. phx_messages_refused(): there can be no socket to the
+ * rank, and whether that is because it has left. */
 PHX_API int phx_messages_connect(phx_comm *comm, uint32_t rank, int socket, int incoming);
 PHX_API void phx_messages_refused(phx_comm *comm, uint32_t rank, int left);
 
@@ -358,9 +350,8 @@ PHX_API int phx_messages_met(phx_comm *comm, uint32_t rank);
 /* End the connections, without a word. */
 PHX_API void phx_messages_cut(phx_comm *comm);
 
-/* Add 1 to those of `ranks`, one of each rank of the group, that are on another host and of which, or to which, a thread
- * waits for a message. Get one message that is under way, rather one that is waited for, and rather with a rank that had
- * 2; returns 0 if there is none. */
+/* Add 1 to those of `ranks` that are on another host and with which a thread waits for a message. Get one message that
+ * is under way, rather one that is waited for, and rather with a rank that had 2; returns 0 if there is none. */
 struct phx_message_seen {
     struct phx_end end;
     uint32_t peer;
@@ -395,8 +386,8 @@ struct phx_record_seen {
     uint32_t shape; /* a text; 0: not recorded */
 };
 
-/* Map PHX_RECORDER_BYTES of `fd` from `offset` on and record this process's operations there; a forked child records
- * nothing. Returns the memory, which stays mapped, or NULL with errno. `rank` is -1 if it is not known. */
+/* Map PHX_RECORDER_BYTES of `fd` from `offset` on and record this process's operations there, not those of a forked
+ * child. Returns the memory, which stays mapped, or NULL with errno. `rank` is -1 if it is not known. */
 PHX_API void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uint32_t size);
 
 /* Note where the text with the dtypes' names is, and this process's rank, once they are known. */
@@ -405,9 +396,9 @@ PHX_API void phx_recorder_names(uint32_t dtypes, int32_t rank, uint32_t size);
 /* Note the step (-1: none) and the label (a text, 0: none) of the operations that begin from now on. */
 PHX_API void phx_recorder_mark(int32_t step, uint32_t label);
 
-/* Record that an operation begins. `what` is an enum phx_kind, plus a dtype << 8, plus an enum phx_op << 16. The bits of
- * `nbytes` from PHX_NBYTES_BITS on are the tensor's shape, a text, or 0. Returns a ticket for phx_record_end(), which any
- * thread may call; 0 if nothing is recorded, which that takes too. */
+/* Record that an operation begins. `what` is an enum phx_kind, plus a dtype << 8, plus an enum phx_op << 16. The bits
+ * of `nbytes` from PHX_NBYTES_BITS on are the tensor's shape, a text, or 0. Returns a ticket for phx_record_end(),
+ * which any thread may call; 0 if nothing is recorded, which that takes too. */
 #define PHX_NBYTES_BITS 44
 PHX_API uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
                                   int32_t peer);

@@ -3,9 +3,9 @@
  * Tensors are read by DLPack's exchange functions, which torch gives. The structures are those of DLPack 1
  * (github.com/dmlc/dlpack). A later minor version only adds to their ends, and another major version is refused.
  *
- * Options (AllreduceOptions and the like) are C++ objects behind pybind11. To read three of their properties from Python
- * takes 2 to 4 us, twice what a call of 4 bytes does. c10d/quick.py finds out where each property lies, by setting them
- * one at a time and looking at what changes; where that is not clear, Python reads them. */
+ * Options (AllreduceOptions and the like) are C++ objects behind pybind11. To read three of their properties from
+ * Python takes 2 to 4 us, twice what a call of 4 bytes does. c10d/quick.py finds out where each property lies, by
+ * setting them one at a time and looking at what changes; where that is not clear, Python reads them. */
 #include "entry.h"
 
 #include <malloc.h>
@@ -49,33 +49,6 @@ static uint64_t word_of_shape(const struct dl_tensor *tensor)
     return count > 1 ? word : 0;
 }
 
-/* What DLPack says of a tensor, without a call of Python's: 1, or 0 if it is not plain. */
-static int describe(const struct entry_tensors *tensors, PyObject *object, struct dl_tensor *tensor,
-                    struct entry_tensor *out)
-{
-    PyObject *kind = (PyObject *)Py_TYPE(object);
-    if (kind != tensors->kinds[0] && kind != tensors->kinds[1])
-        return 0;
-    if (tensors->exchange->tensor_from_object(object, tensor)) {
-        PyErr_Clear(); /* sparse, on another device, of a dtype that DLPack does not know */
-        return 0;
-    }
-    const struct entry_dtype *dtype = find_dtype(tensors, tensor->dtype);
-    if (tensor->device.type != CPU || !dtype || !is_contiguous(tensor))
-        return 0;
-    uint64_t count = 1;
-    for (int32_t d = 0; d < tensor->ndim; d++)
-        count *= (uint64_t)tensor->shape[d];
-    out->data = tensor->data + tensor->byte_offset;
-    out->count = count;
-    out->nbytes = count * tensor->dtype.bits / 8;
-    out->reduced = dtype->reduced;
-    out->copied = dtype->copied;
-    out->ops = dtype->ops;
-    out->shape_word = word_of_shape(tensor);
-    return tensor->data || !count; /* else a tensor without memory of its own */
-}
-
 /* Whether torch negates the tensor's data when it reads them: the imaginary part of a conjugate has a bit for that. Of
  * several numbers it is not contiguous, and complex numbers have parts of these dtypes only. 1, 0, or -1. */
 static int is_negative(const struct entry_tensors *tensors, PyObject *object, const struct dl_tensor *tensor,
@@ -91,18 +64,30 @@ static int is_negative(const struct entry_tensors *tensors, PyObject *object, co
 int entry_read(const struct entry_tensors *tensors, PyObject *object, struct entry_tensor *out)
 {
     struct dl_tensor tensor;
-    if (!describe(tensors, object, &tensor, out))
+    PyObject *kind = (PyObject *)Py_TYPE(object);
+    if (kind != tensors->kinds[0] && kind != tensors->kinds[1])
         return 0;
-    const int negative = is_negative(tensors, object, &tensor, out->count);
+    if (tensors->exchange->tensor_from_object(object, &tensor)) {
+        PyErr_Clear(); /* sparse, on another device, of a dtype that DLPack does not know */
+        return 0;
+    }
+    const struct entry_dtype *dtype = find_dtype(tensors, tensor.dtype);
+    if (tensor.device.type != CPU || !dtype || !is_contiguous(&tensor))
+        return 0;
+    uint64_t count = 1;
+    for (int32_t d = 0; d < tensor.ndim; d++)
+        count *= (uint64_t)tensor.shape[d];
+    out->data = tensor.data + tensor.byte_offset;
+    out->count = count;
+    out->nbytes = count * tensor.dtype.bits / 8;
+    out->reduced = dtype->reduced;
+    out->copied = dtype->copied;
+    out->ops = dtype->ops;
+    out->shape_word = word_of_shape(&tensor);
+    if (!tensor.data && count)
+        return 0; /* a tensor without memory of its own */
+    const int negative = is_negative(tensors, object, &tensor, count);
     return negative < 0 ? -1 : !negative;
-}
-
-int entry_unchanged(const struct entry_tensors *tensors, PyObject *object, const struct entry_tensor *read)
-{
-    struct dl_tensor tensor;
-    struct entry_tensor now;
-    return describe(tensors, object, &tensor, &now) && now.data == read->data && now.nbytes == read->nbytes &&
-           now.copied == read->copied;
 }
 
 PyObject *entry_dtype_of(PyObject *module, PyObject *object)

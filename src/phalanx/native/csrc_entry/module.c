@@ -9,28 +9,164 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
+#include <structmember.h>
 
-static PyTypeObject *entry_type;
+#define HAVE_VECTORCALL (1UL << 11)
+#define NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
+PyObject *PyVectorcall_Call(PyObject *object, PyObject *args, PyObject *keywords);
 
-_Static_assert(offsetof(entry, last.tensor_kind) == offsetof(entry, objects[ENTRY_OBJECTS - 1]), "these are all objects");
+_Static_assert(offsetof(entry, busy) == offsetof(entry, objects[ENTRY_OBJECTS]), "these are all objects");
+
+/* Free an object of one of the module's types, without what it holds. */
+static void free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+/* -- a group's methods: each does the usual call in C and hands all others to the class's own method --------------- */
+
+/* An object of its own and not a built-in function: pybind11 takes a built-in for its own method, and would call the
+ * C++ one in its place where C++ asks for the group's. The limited API has vectorcalls from Python 3.12 on; 3.10 and
+ * 3.11 have the same in their full API. */
+typedef struct {
+    PyObject ob_base;
+    PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
+    entry *entry;
+    entry_quick_call quick;
+    uint32_t kind;
+    PyObject *name; /* also that of the method in Python, which does all that the quick one does not */
+} method;
+
+static const struct {
+    const char *name;
+    entry_quick_call quick;
+    uint32_t kind;
+} METHODS[] = {
+    {"sum_in_place", entry_sum, PHX_ALL_REDUCE},
+    {"allreduce", entry_call_with_one, PHX_ALL_REDUCE},
+    {"reduce", entry_call_with_one, PHX_REDUCE},
+    {"broadcast", entry_call_with_one, PHX_BROADCAST},
+    {"_allgather_base", entry_call_with_both, PHX_ALL_GATHER},
+    {"all_gather_single", entry_call_with_both, PHX_ALL_GATHER},
+    {"_reduce_scatter_base", entry_call_with_both, PHX_REDUCE_SCATTER},
+    {"reduce_scatter_single", entry_call_with_both, PHX_REDUCE_SCATTER},
+    {"barrier", entry_barrier, PHX_BARRIER},
+    {"send_now", entry_move_now, PHX_SEND},
+    {"recv_now", entry_move_now, PHX_RECV},
+    {"send", entry_move_listed, PHX_SEND},
+    {"recv", entry_move_listed, PHX_RECV},
+};
+
+/* Call the class's own method. */
+static PyObject *call_python(method *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    PyObject *group = PyWeakref_GetObject(self->entry->group); /* borrowed */
+    if (!group || group == Py_None) {
+        PyErr_SetString(PyExc_ReferenceError, "the process group of this method no longer exists");
+        return NULL;
+    }
+    Py_INCREF(group);
+    const Py_ssize_t named = names ? PyTuple_Size(names) : 0;
+    PyObject *function = PyObject_GetAttr((PyObject *)Py_TYPE(group), self->name);
+    PyObject *given = PyTuple_New(nargs + 1), *keywords = named ? PyDict_New() : NULL, *result = NULL;
+    if (!function || !given || (named && !keywords))
+        goto done;
+    Py_INCREF(group);
+    PyTuple_SetItem(given, 0, group);
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        Py_INCREF(args[i]);
+        PyTuple_SetItem(given, i + 1, args[i]);
+    }
+    for (Py_ssize_t i = 0; i < named; i++)
+        if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i), args[nargs + i]))
+            goto done;
+    result = PyObject_Call(function, given, keywords);
+done:
+    Py_XDECREF(function);
+    Py_XDECREF(given);
+    Py_XDECREF(keywords);
+    Py_DECREF(group);
+    return result;
+}
+
+static PyObject *method_vectorcall(PyObject *object, PyObject *const *args, size_t flagged, PyObject *names)
+{
+    method *self = (method *)object;
+    const Py_ssize_t nargs = NARGS(flagged), named = names ? PyTuple_Size(names) : 0;
+    /* torch.distributed gives the options by position, except for a barrier's. */
+    const int usual = !named || (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "opts") == 0);
+    PyObject *result = usual ? self->quick(self->entry, self->kind, args, nargs + named) : ENTRY_NOT_ME;
+    return result == ENTRY_NOT_ME ? call_python(self, args, nargs, names) : result;
+}
+
+static int method_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT((PyObject *)((method *)object)->entry);
+    return 0;
+}
+
+static void method_dealloc(PyObject *object)
+{
+    method *self = (method *)object;
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF((PyObject *)self->entry);
+    Py_XDECREF(self->name);
+    free_object(object);
+}
+
+static PyMemberDef method_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(method, vectorcall), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot method_slots[] = {
+    {Py_tp_dealloc, method_dealloc},
+    {Py_tp_traverse, method_traverse}, /* a queued call may hold the group, and is held by its queue */
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_members, method_members},
+    {Py_tp_doc, "A method of one process group that does the usual call in C and hands all others to the class's."},
+    {0, NULL},
+};
+static PyType_Spec method_spec = {
+    "phalanx.native.entry.Method", sizeof(method), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | HAVE_VECTORCALL,
+    method_slots,
+};
+static PyTypeObject *method_type;
+
+static PyObject *entry_methods(PyObject *object, PyObject *ignored)
+{
+    PyObject *all = PyDict_New();
+    (void)ignored;
+    for (size_t i = 0; all && i < sizeof METHODS / sizeof *METHODS; i++) {
+        allocfunc allocate = (allocfunc)PyType_GetSlot(method_type, Py_tp_alloc);
+        method *made = (method *)allocate(method_type, 0);
+        if (made) {
+            Py_INCREF(object);
+            made->vectorcall = method_vectorcall;
+            made->entry = (entry *)object;
+            made->quick = METHODS[i].quick;
+            made->kind = METHODS[i].kind;
+            made->name = PyUnicode_InternFromString(METHODS[i].name);
+        }
+        if (!made || !made->name || PyDict_SetItemString(all, METHODS[i].name, (PyObject *)made))
+            Py_CLEAR(all);
+        Py_XDECREF((PyObject *)made);
+    }
+    return all;
+}
 
 /* -- a group's entry ----------------------------------------------------------------------------------------------- */
 
-/* The entry and its communicator hold each other, by the communicator's `_unheard`: the garbage collector parts them.
- */
 static int entry_traverse(PyObject *object, visitproc visit, void *arg)
 {
     entry *self = (entry *)object;
     Py_VISIT(Py_TYPE(object));
     for (int i = 0; i < ENTRY_OBJECTS; i++)
         Py_VISIT(self->objects[i]);
-    return 0;
-}
-
-static int entry_clear(PyObject *object)
-{
-    entry *self = (entry *)object;
-    Py_CLEAR(self->explain); /* enough to part them; a call may still find all the rest */
     return 0;
 }
 
@@ -41,17 +177,17 @@ static void entry_dealloc(PyObject *object)
     for (int i = 0; i < ENTRY_OBJECTS; i++)
         Py_XDECREF(self->objects[i]);
     free(self->pointers);
-    entry_free_object(object);
+    free_object(object);
 }
 
 static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"group", "comm", "rank", "size", "progress", "communicator", NULL};
-    PyObject *group, *progress, *communicator;
-    unsigned long long comm;
+    PyObject *group, *progress, *communicator, *recorded_by;
+    unsigned long long comm, recorded;
     unsigned int rank, size;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OKIIOO", names, &group, &comm, &rank, &size, &progress,
-                                     &communicator))
+    (void)keywords;
+    if (!PyArg_ParseTuple(args, "OKIIOOKO", &group, &comm, &rank, &size, &progress, &communicator, &recorded,
+                          &recorded_by))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     entry *self = (entry *)allocate(type, 0);
@@ -59,6 +195,9 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
         return NULL;
     PyObject *running = PyObject_GetAttrString(progress, "running");
     Py_INCREF(communicator);
+    Py_INCREF(recorded_by);
+    self->recorded = (struct phx_record_group *)(uintptr_t)recorded;
+    self->recorded_by = recorded_by;
     self->comm = (phx_comm *)(uintptr_t)comm;
     self->forks = entry_forks;
     self->rank = rank;
@@ -82,43 +221,7 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     return PyErr_Occurred() ? NULL : PyErr_NoMemory();
 }
 
-static PyObject *entry_set_explain(PyObject *object, PyObject *explain)
-{
-    entry *self = (entry *)object;
-    PyObject *old = self->explain;
-    Py_INCREF(explain);
-    self->explain = explain;
-    Py_XDECREF(old);
-    Py_RETURN_NONE;
-}
-
-static PyObject *entry_set_recorded(PyObject *object, PyObject *args)
-{
-    entry *self = (entry *)object;
-    unsigned long long group;
-    PyObject *keeper;
-    if (!PyArg_ParseTuple(args, "KO", &group, &keeper))
-        return NULL;
-    Py_INCREF(keeper); /* for as long as the entry lives; set once */
-    self->recorded = (struct phx_record_group *)(uintptr_t)group;
-    self->recorded_by = keeper;
-    Py_RETURN_NONE;
-}
-
-static PyObject *entry_last(PyObject *object, PyObject *ignored)
-{
-    const struct entry_unheard *last = &((entry *)object)->last;
-    (void)ignored;
-    if (!last->name)
-        Py_RETURN_NONE;
-    return Py_BuildValue("(IsOiL)", last->site, last->name, last->tensor_kind, last->op, (long long)last->root);
-}
-
 static PyMethodDef entry_defs[] = {
-    {"set_explain", entry_set_explain, METH_O, "Set what the communicator gets as its unheard call; see last()."},
-    {"set_recorded", entry_set_recorded, METH_VARARGS,
-     "set_recorded(address, keeper): record the calls in the group at this address, which the keeper holds. Once."},
-    {"last", entry_last, METH_NOARGS, "The last call that others may not have confirmed: (site, name, tensor, op, root)."},
     {"methods", entry_methods, METH_NOARGS, "A new dictionary of the group's quick methods."},
     {NULL, NULL, 0, NULL},
 };
@@ -126,11 +229,11 @@ static PyType_Slot entry_slots[] = {
     {Py_tp_new, entry_new},
     {Py_tp_dealloc, entry_dealloc},
     {Py_tp_traverse, entry_traverse},
-    {Py_tp_clear, entry_clear},
     {Py_tp_methods, entry_defs},
-    {Py_tp_doc, "Entry(group, comm, rank, size, progress, communicator): the quick calls of one process group."},
+    {Py_tp_doc, "Entry(group, comm, rank, size, progress, communicator, recorded, its keeper): a group's quick calls."},
     {0, NULL},
 };
+static PyTypeObject *entry_type;
 static PyType_Spec entry_spec = {
     "phalanx.native.entry.Entry", sizeof(entry), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entry_slots,
 };
@@ -143,11 +246,9 @@ static PyObject *set_exchange(PyObject *module, PyObject *capsule)
     (void)module;
     if (!exchange)
         return NULL;
-    if (exchange->version.major != 1 || !exchange->tensor_from_object) {
-        PyErr_Format(PyExc_ValueError, "torch exchanges tensors by DLPack %u, or not by reference; known is 1",
-                     (unsigned)exchange->version.major);
-        return NULL;
-    }
+    if (exchange->version.major != 1 || !exchange->tensor_from_object)
+        return PyErr_Format(PyExc_ValueError, "torch exchanges tensors by DLPack %u, or not by reference; known is 1",
+                            (unsigned)exchange->version.major);
     entry_process.tensors.exchange = exchange;
     Py_RETURN_NONE;
 }
@@ -156,26 +257,20 @@ static PyObject *set_up(PyObject *module, PyObject *args)
 {
     struct entry_process *process = &entry_process;
     struct entry_tensors *tensors = &process->tensors;
-    PyObject *dtypes, *ops;
+    const char *dtypes, *ops;
+    Py_ssize_t dtypes_bytes, ops_bytes;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!OOOO!O!OOOOOO", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensors->kinds[0],
+    if (!PyArg_ParseTuple(args, "y#y#OOOO!O!OOOOOO", &dtypes, &dtypes_bytes, &ops, &ops_bytes, &tensors->kinds[0],
                           &tensors->kinds[1], &tensors->is_neg, &PyDict_Type, &process->profiling,
-                          &PyDict_Type, &process->modes, &process->codes.is_inside, &process->send_code,
-                          &process->recv_code, &process->done_work, &process->done, &process->function_modes))
+                          &PyDict_Type, &process->modes, &process->send_code, &process->recv_code, &process->done_work,
+                          &process->done, &process->function_modes, &process->text_of_call))
         return NULL;
+    if (dtypes_bytes > (Py_ssize_t)sizeof tensors->dtypes || ops_bytes > (Py_ssize_t)sizeof process->ops)
+        return PyErr_Format(PyExc_ValueError, "set_up: more dtypes or operations than there is room for");
     Py_INCREF(args); /* which holds all of them, for as long as the process lives */
-    tensors->ndtypes = 0;
-    for (Py_ssize_t i = 0; i < PyList_Size(dtypes) && i < ENTRY_DTYPES; i++) {
-        unsigned int code, bits, lanes, reduced, copied, mask;
-        if (!PyArg_ParseTuple(PyList_GetItem(dtypes, i), "IIIIII", &code, &bits, &lanes, &reduced, &copied, &mask))
-            return NULL;
-        tensors->dtypes[tensors->ndtypes++] = (struct entry_dtype){
-            {(uint8_t)code, (uint8_t)bits, (uint16_t)lanes}, reduced, copied, mask};
-    }
-    for (Py_ssize_t i = 0; i < PyList_Size(ops) && i < ENTRY_OPS; i++)
-        process->ops[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(ops, i));
-    if (PyErr_Occurred())
-        return NULL;
+    tensors->ndtypes = (int)(dtypes_bytes / (Py_ssize_t)sizeof *tensors->dtypes);
+    memcpy(tensors->dtypes, dtypes, (size_t)dtypes_bytes);
+    memcpy(process->ops, ops, (size_t)ops_bytes);
     Py_RETURN_NONE;
 }
 
@@ -187,26 +282,20 @@ static PyObject *set_options(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "iOiiiiiL", &which, &kind, &asynchronous, &timeout, &op, &root, &part, &no_timeout))
         return NULL;
-    if (which < 0 || which >= ENTRY_OPTION_CLASSES) {
-        PyErr_SetString(PyExc_ValueError, "set_options: the number is not one of enum entry_option_class");
-        return NULL;
-    }
+    if (which < 0 || which >= ENTRY_OPTION_CLASSES)
+        return PyErr_Format(PyExc_ValueError, "set_options: the number is not one of enum entry_option_class");
     Py_INCREF(kind);
-    entry_process.options[which] =
-        (struct entry_options){kind, asynchronous, timeout, op, root, part, no_timeout};
+    entry_process.options[which] = (struct entry_options){kind, asynchronous, timeout, op, root, part, no_timeout};
     Py_RETURN_NONE;
 }
 
 static PyObject *set_recorder(PyObject *module, PyObject *args)
 {
-    PyObject *is_inside, *number_of;
+    struct entry_codes *codes = &entry_process.codes;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OO", &is_inside, &number_of))
+    if (!PyArg_ParseTuple(args, "OOO", &codes->is_inside, &codes->number_of, &codes->running))
         return NULL;
-    Py_INCREF(is_inside); /* for as long as the process lives */
-    Py_INCREF(number_of);
-    entry_process.codes.is_inside = is_inside;
-    entry_process.codes.number_of = number_of;
+    Py_INCREF(args); /* for as long as the process lives */
     Py_RETURN_NONE;
 }
 
@@ -215,19 +304,20 @@ static PyObject *site_number(PyObject *module, PyObject *nothing)
     (void)module;
     (void)nothing;
     uint32_t number;
-    return entry_site_number(&entry_process.codes, &number) ? NULL : PyLong_FromUnsignedLong(number);
+    return entry_queued_site_number(&entry_process.codes, &number) ? NULL : PyLong_FromUnsignedLong(number);
 }
 
 static PyObject *record_begin(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    if (nargs != 5)
-        return PyErr_Format(PyExc_TypeError, "record_begin(group, what, nbytes, site, peer)");
+    if (nargs != 4)
+        return PyErr_Format(PyExc_TypeError, "record_begin(group, what, nbytes, peer)");
     struct phx_record_group *group = PyLong_AsVoidPtr(args[0]);
-    const uint32_t what = (uint32_t)PyLong_AsUnsignedLong(args[1]), site = (uint32_t)PyLong_AsUnsignedLong(args[3]);
+    const uint32_t what = (uint32_t)PyLong_AsUnsignedLong(args[1]);
     const uint64_t nbytes = PyLong_AsUnsignedLongLong(args[2]);
-    const long peer = PyLong_AsLong(args[4]);
-    if (PyErr_Occurred())
+    const long peer = PyLong_AsLong(args[3]);
+    uint32_t site;
+    if (PyErr_Occurred() || entry_queued_site_number(&entry_process.codes, &site))
         return NULL;
     return PyLong_FromUnsignedLongLong(phx_record_begin(group, what, nbytes, site, (int32_t)peer));
 }
@@ -246,13 +336,13 @@ static PyObject *record_end(PyObject *module, PyObject *const *args, Py_ssize_t 
 }
 
 static PyMethodDef functions[] = {
-    {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(is_inside, number_of): see diagnosis/recorder.py"},
-    {"site_number", site_number, METH_NOARGS, "The recorder's number of the line of the user's program that calls; 0: none."},
-    {"record_begin", (PyCFunction)(void (*)(void))record_begin, METH_FASTCALL, "The core's phx_record_begin()."},
+    {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(is_inside, number_of, running): diagnosis/recorder.py"},
+    {"site_number", site_number, METH_NOARGS, "The recorder's number of the user's line that calls; 0: none."},
+    {"record_begin", (PyCFunction)(void (*)(void))record_begin, METH_FASTCALL, "phx_record_begin(), from this line."},
     {"record_end", (PyCFunction)(void (*)(void))record_end, METH_FASTCALL, "The core's phx_record_end()."},
     {"set_exchange", set_exchange, METH_O, "set_exchange(capsule): torch's functions that describe tensors."},
     {"set_up", set_up, METH_VARARGS, "set_up(dtypes, ops, Tensor, ...): see c10d/quick.py"},
-    {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, no timeout)"},
+    {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, default)"},
     {"dtype_of", entry_dtype_of, METH_O, "dtype_of(tensor): its dtype as DLPack's (code, bits, lanes)."},
     {"bytes_of", entry_bytes_of, METH_O, "bytes_of(options): the C++ object behind one of pybind11's, as bytes."},
     {NULL, NULL, 0, NULL},
@@ -276,16 +366,18 @@ PyMODINIT_FUNC PyInit_entry(void)
     if (!module)
         return NULL;
     entry_type = (PyTypeObject *)PyType_FromSpec(&entry_spec);
+    method_type = (PyTypeObject *)PyType_FromSpec(&method_spec);
     entry_process.is_profiling = PyUnicode_InternFromString("_is_profiler_enabled");
     entry_process.in_mode = PyUnicode_InternFromString("_is_in_torch_dispatch_mode");
     entry_process.unheard = PyUnicode_InternFromString("_unheard");
     entry_process.ended = PyUnicode_InternFromString("ended");
     entry_process.comm = PyUnicode_InternFromString("comm");
-    entry_process.tensors.shape = PyUnicode_InternFromString("shape");
-    PyObject *recorded = entry_make_recorded();
-    if (!recorded || PyModule_AddObject(module, "Recorded", recorded) ||
-        entry_find_frames(&entry_process.codes) || entry_make_methods() || !entry_type || pthread_atfork(NULL, NULL, count_fork) ||
-        PyModule_AddObject(module, "Entry", (PyObject *)entry_type) || PyModule_AddIntConstant(module, "ABI", PHX_ABI)) {
+    entry_process.dtype = PyUnicode_InternFromString("dtype");
+    entry_process.shape = PyUnicode_InternFromString("shape");
+    entry_process.codes.site = PyUnicode_InternFromString("site");
+    if (PyErr_Occurred() || pthread_atfork(NULL, NULL, count_fork) ||
+        PyModule_AddObject(module, "Entry", (PyObject *)entry_type) ||
+        PyModule_AddIntConstant(module, "ABI", PHX_ABI)) {
         Py_DECREF(module);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }

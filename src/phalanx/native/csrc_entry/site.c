@@ -2,19 +2,7 @@
  *
  * The line follows from these two, and is looked up once for each place (call_site.py, which also says which frames
  * are passed over). */
-#define _GNU_SOURCE
 #include "entry.h"
-
-#include <dlfcn.h>
-
-int entry_find_frames(struct entry_codes *codes)
-{
-    codes->back_of = (__typeof__(codes->back_of))dlsym(RTLD_DEFAULT, "PyFrame_GetBack");
-    codes->lasti_of = (__typeof__(codes->lasti_of))dlsym(RTLD_DEFAULT, "PyFrame_GetLasti");
-    codes->f_back = PyUnicode_InternFromString("f_back");
-    codes->f_lasti = PyUnicode_InternFromString("f_lasti");
-    return codes->f_back && codes->f_lasti ? 0 : -1;
-}
 
 /* Where a code is in the table, or would be. */
 static inline size_t slot_of(const struct entry_codes *codes, const PyObject *code)
@@ -33,12 +21,12 @@ static void forget_codes(struct entry_codes *codes)
 }
 
 /* Whether a frame is passed over: 1, 0, or -1 with an exception. */
-static int is_inside(struct entry_codes *codes, PyObject *frame, PyObject *code)
+static int is_inside(struct entry_codes *codes, PyFrameObject *frame, PyObject *code)
 {
     const size_t known = slot_of(codes, code);
     if (codes->known[known].code)
         return codes->known[known].inside;
-    PyObject *answer = PyObject_CallFunctionObjArgs(codes->is_inside, frame, NULL);
+    PyObject *answer = PyObject_CallFunctionObjArgs(codes->is_inside, (PyObject *)frame, NULL);
     if (!answer)
         return -1;
     const int inside = PyObject_IsTrue(answer);
@@ -55,51 +43,55 @@ static int is_inside(struct entry_codes *codes, PyObject *frame, PyObject *code)
     return inside;
 }
 
-PyObject *entry_caller_of(struct entry_codes *codes, PyObject *frame)
-{
-    if (codes->back_of)
-        return codes->back_of(frame);
-    PyObject *caller = PyObject_GetAttr(frame, codes->f_back);
-    if (caller == Py_None)
-        Py_CLEAR(caller);
-    return caller;
-}
+/* Not in the limited API; Python 3.10 lacks the second, and its frames have an attribute. */
+PyFrameObject *PyFrame_GetBack(PyFrameObject *frame);
+__attribute__((weak)) int PyFrame_GetLasti(PyFrameObject *frame);
 
-static long instruction_of(struct entry_codes *codes, PyObject *frame)
+static long instruction_of(PyFrameObject *frame)
 {
-    if (codes->lasti_of)
-        return codes->lasti_of(frame);
-    PyObject *given = PyObject_GetAttr(frame, codes->f_lasti);
+    if (PyFrame_GetLasti)
+        return PyFrame_GetLasti(frame);
+    PyObject *given = PyObject_GetAttrString((PyObject *)frame, "f_lasti");
     const long instruction = given ? PyLong_AsLong(given) : -1;
     Py_XDECREF(given);
     return instruction;
+}
+
+int entry_is_called_by(PyObject *code)
+{
+    PyFrameObject *frame = PyEval_GetFrame(), *caller = frame ? PyFrame_GetBack(frame) : NULL;
+    PyObject *found = caller ? (PyObject *)PyFrame_GetCode(caller) : NULL;
+    Py_XDECREF(found);
+    Py_XDECREF(caller);
+    return found && found == code;
 }
 
 /* The place of the program that makes this thread's call: the code, a new reference; NULL if there is none, with an
  * exception if there is one. */
 static PyObject *find_place(struct entry_codes *codes, long *instruction)
 {
-    PyObject *frame = (PyObject *)PyEval_GetFrame();
+    PyFrameObject *frame = PyEval_GetFrame();
     Py_XINCREF(frame);
     while (frame) {
-        PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
         const int inside = is_inside(codes, frame, code);
         if (inside == 0) {
-            *instruction = instruction_of(codes, frame);
+            *instruction = instruction_of(frame);
             Py_DECREF(frame);
             if (*instruction == -1 && PyErr_Occurred())
                 Py_CLEAR(code);
             return code;
         }
         Py_DECREF(code);
-        PyObject *caller = inside < 0 ? NULL : entry_caller_of(codes, frame);
+        PyFrameObject *caller = inside < 0 ? NULL : PyFrame_GetBack(frame);
         Py_DECREF(frame);
         frame = caller;
     }
     return NULL; /* torch's C++ made the call, on a thread of its own */
 }
 
-int entry_number_of(struct entry_codes *codes, PyObject *code, long instruction, uint32_t *number)
+/* The number of a place, whose code the caller holds; as entry_site_number(). */
+static int number_of(struct entry_codes *codes, PyObject *code, long instruction, uint32_t *number)
 {
     const uintptr_t mixed = (uintptr_t)code / 64 + (uintptr_t)instruction / 2;
     __typeof__(&codes->sites[0]) known = &codes->sites[mixed % ENTRY_SITES];
@@ -131,7 +123,21 @@ int entry_site_number(struct entry_codes *codes, uint32_t *number)
     PyObject *code = find_place(codes, &instruction);
     if (!code)
         return PyErr_Occurred() ? -1 : 0;
-    const int failed = entry_number_of(codes, code, instruction, number);
+    const int failed = number_of(codes, code, instruction, number);
     Py_DECREF(code);
+    return failed;
+}
+
+int entry_queued_site_number(struct entry_codes *codes, uint32_t *number)
+{
+    PyObject *queued = PyObject_GetAttr(codes->running, codes->site);
+    if (!queued)
+        return -1;
+    int failed;
+    if (PyTuple_Check(queued) && PyTuple_Size(queued) == 2)
+        failed = number_of(codes, PyTuple_GetItem(queued, 0), PyLong_AsLong(PyTuple_GetItem(queued, 1)), number);
+    else
+        failed = entry_site_number(codes, number);
+    Py_DECREF(queued);
     return failed;
 }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
 from phalanx.diagnosis.ends import tell_how_the_script_ends
 from phalanx.diagnosis.reading import with_own_wait
@@ -96,10 +97,11 @@ class SharedMemoryCommunicator(Communicator):
         self.part_of: Callable[[], str] | None = None
         self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
         self._told = False  # whether this rank has raised the error of the broken group
-        # The last call that returned before every other rank had confirmed it, as a broadcast's root does: if it does
-        # not match, the error of a later call must name it. (Call site, function that writes the text, arguments), or,
-        # from c10d/quick.py, a function that returns these three. One assignment replaces it whole.
-        self._unheard: _Unheard | Callable[[], _Unheard | None] | None = None
+        # The last call that returned before every other rank had confirmed it, as a broadcast's root does. If it did
+        # not match, that is found in a later call, whose error must name this one. Kept as (call site, function that
+        # writes the text, its arguments), with the recorder's number of the site where it is known. The thread in a
+        # collective writes it; one that explains its message reads it, too: one assignment replaces it whole.
+        self._unheard: tuple[CallSite | int | None, Callable[..., str], tuple[Any, ...]] | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
@@ -257,7 +259,7 @@ class SharedMemoryCommunicator(Communicator):
     def _all_to_all(self, outputs: Pointers, inputs: Pointers, dtype: torch.dtype) -> None:
         status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, DTYPES[dtype])
         # The receiver alone compares the sizes of a pair.
-        unheard = capture(2), exchanged, (dtype, bytes(self._sizes), bytes(self._other_sizes))
+        unheard = recorder.number_here() or capture(2), exchanged, (dtype, bytes(self._sizes), bytes(self._other_sizes))
         if status:
             self._raise(status, "all_to_all", unheard[1](*unheard[2]))
         self._unheard = unheard
@@ -334,7 +336,8 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, name, tensor, op, root)
         if not heard:
-            self._unheard = capture(2), text_of_call, (name, tensor.dtype, tensor.shape, op, root)
+            site = recorder.number_here() or capture(2)
+            self._unheard = site, text_of_call, (name, tensor.dtype, tensor.shape, op, root)
 
     def _fail(
         self, status: int, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
@@ -398,7 +401,10 @@ class SharedMemoryCommunicator(Communicator):
     def _last_unheard(self) -> _Unheard | None:
         if self.part_of is not None:
             return None, self.part_of, ()
-        return self._unheard() if callable(self._unheard) else self._unheard
+        if self._unheard is None:
+            return None
+        site, text, arguments = self._unheard
+        return recorder.site_of(site) if isinstance(site, int) else site, text, arguments
 
     def _error(self, comm: int, call: str, site: str, timeout_s: float | None = None) -> PhalanxError:
         self._told = True

@@ -20,7 +20,7 @@ from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, Phal
 from phalanx.lost import rank_of_group
 from phalanx.membership.liveness import Gone
 from phalanx.membership.protocol import Way
-from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
+from phalanx.native.core import TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.system.processes import state_text
@@ -139,11 +139,6 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
         calls |= _recorded_calls(comm, rank, call, [each for each in range(len(names)) if each not in calls])
         named = {names[rank]: text for rank, text in calls.items()}
         return CollectiveMismatch.of_calls(listed(named, names), named)
-    if why.rank == NOBODY:
-        return PeerLost(
-            f"a rank of the group gave up in an operation, while rank {names[rank]} was in {call}, and did not say why "
-            "in time"
-        )
     whose = names[why.rank]
     lost = names[why.peer] if why.peer < len(names) else why.peer
     host = machine_name()

@@ -1,4 +1,4 @@
-"""The messages of one group, which the core matches and moves (``native/csrc/messages/p2p.c``).
+"""The messages of one group, which the core matches and moves (``native/csrc/messages/mail.c``).
 
 Inside a host they go through the rings of the group's segment, and to other hosts through connections
 (``transports/hierarchical/messages.py``); who starts a message, or waits for it, need not know which.

@@ -1,5 +1,6 @@
 /* Collectives that copy and do not combine. One synchronisation per piece.
  *
+ *   barrier              one chunk without data
  *   broadcast            the root puts the piece into its slot, the others copy it out: n bytes each
  *   scatter              the root puts each rank's piece into that rank's own slot, which no other rank uses in a scatter,
  *                        so a piece is as large as in a broadcast: (p-1) * n bytes in, n out by each of the others
@@ -127,4 +128,28 @@ int phx_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbyte
     if (job.outs && phx_any_lacks_memory((const void *const *)outs, comm->size, nbytes))
         return PHX_BAD_ARGUMENT;
     return gather(comm, &job, phx_call(PHX_GATHER, dtype, PHX_NO_OP, root, nbytes, shape));
+}
+
+/* -- barrier ------------------------------------------------------------------------------------------------------ */
+
+static void put_nothing(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
+{
+    (void)job, (void)i, (void)chunk;
+    phx_met(PHX_RAISED, comm->rank);
+}
+
+static int await_everybody(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
+{
+    (void)job, (void)i;
+    const int status = phx_wait_all_ready(comm, chunk);
+    for (uint32_t p = 0; p < comm->size; p++)
+        if (p != comm->rank)
+            phx_met(PHX_SAW, p);
+    return status;
+}
+
+int phx_barrier(phx_comm *comm)
+{
+    const struct phx_steps steps = {put_nothing, await_everybody};
+    return phx_pass_call(comm, 1, phx_call(PHX_BARRIER, PHX_BYTES, PHX_NO_OP, 0, 0, 0), steps, NULL);
 }

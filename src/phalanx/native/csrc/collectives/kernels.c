@@ -87,26 +87,17 @@ static inline uint16_t f32_to_f16(float value)
 #define TARGET
 #define LANES 0
 #include "collectives/kernels_set.h"
-#undef KERNEL
-#undef TARGET
-#undef LANES
 
 #if defined(__x86_64__)
 #define KERNEL(name) name##_avx2
 #define TARGET __attribute__((target("avx2,f16c")))
 #define LANES 8
 #include "collectives/kernels_set.h"
-#undef KERNEL
-#undef TARGET
-#undef LANES
 
 #define KERNEL(name) name##_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,f16c")))
 #define LANES 16
 #include "collectives/kernels_set.h"
-#undef KERNEL
-#undef TARGET
-#undef LANES
 #endif
 
 phx_reduce_fn phx_reduce_kernel(uint32_t op, uint32_t dtype)

@@ -83,62 +83,45 @@ SIGNED(i64, int64_t)
  * many bf16 at a time and the rest one by one; both ways give the same bits. */
 #if LANES == 8
 #define VECTOR __m256
+#define SELECT(mask, yes, no) _mm256_blendv_epi8((__m256i)(no), (__m256i)(yes), (__m256i)(mask))
 #define V(operation) _mm256_##operation##_ps
 #define LOAD_F16(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
 #define STORE_F16(to, value) _mm_storeu_si128((__m128i *)(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT))
-
-/* Two bf16 share 32 bits. The upper one is a float once the lower one's bits are cleared; the lower one is shifted. */
-TARGET static inline void KERNEL(load_bf16)(const uint16_t *from, __m256 *low, __m256 *high)
-{
-    const __m256i both = _mm256_loadu_si256((const __m256i *)from);
-    *low = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-    *high = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)));
-}
-
-TARGET static inline __m256i KERNEL(round_bf16)(__m256 value)
-{
-    const __m256i bits = _mm256_castps_si256(value);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), is_nan);
-}
-
-TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m256 low, __m256 high)
-{
-    const __m256i lower = _mm256_srli_epi32(KERNEL(round_bf16)(low), 16);
-    _mm256_storeu_si256((__m256i *)to, _mm256_blend_epi16(lower, KERNEL(round_bf16)(high), 0xaa));
-}
 #elif LANES == 16
 #define VECTOR __m512
+#define SELECT(mask, yes, no) _mm512_ternarylogic_epi32((__m512i)(mask), (__m512i)(yes), (__m512i)(no), 0xca)
 #define V(operation) _mm512_##operation##_ps
 #define LOAD_F16(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from)))
 #define STORE_F16(to, value) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT))
-
-TARGET static inline void KERNEL(load_bf16)(const uint16_t *from, __m512 *low, __m512 *high)
-{
-    const __m512i both = _mm512_loadu_si512(from);
-    *low = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    *high = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
-}
-
-/* AVX512_BF16's own conversion is not used: it flushes subnormal numbers to zero, which the other sets do not. */
-TARGET static inline __m512i KERNEL(round_bf16)(__m512 value)
-{
-    const __m512i bits = _mm512_castps_si512(value);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
-}
-
-TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m512 low, __m512 high)
-{
-    const __m512i lower = _mm512_srli_epi32(KERNEL(round_bf16)(low), 16);
-    _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, lower, KERNEL(round_bf16)(high)));
-}
 #endif
 
 #if LANES
+typedef uint32_t KERNEL(bits) __attribute__((vector_size(4 * LANES)));
+
+/* Two bf16 share 32 bits. The upper one is a float once the lower one's bits are cleared; the lower one is shifted. */
+TARGET static inline void KERNEL(load_bf16)(const uint16_t *from, VECTOR *low, VECTOR *high)
+{
+    KERNEL(bits) both;
+    memcpy(&both, from, sizeof both);
+    *low = (VECTOR)(both << 16);
+    *high = (VECTOR)(both & 0xffff0000u);
+}
+
+/* AVX512_BF16's own conversion is not used: it flushes subnormal numbers to zero, which the other sets do not. */
+TARGET static inline KERNEL(bits) KERNEL(round_bf16)(VECTOR value)
+{
+    const KERNEL(bits) bits = (KERNEL(bits))value, is_nan = (KERNEL(bits))(value != value);
+    const KERNEL(bits) nan = 0x7fc00000u - (KERNEL(bits)){0}, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+    return (KERNEL(bits))SELECT(is_nan, nan, rounded);
+}
+
+TARGET static inline void KERNEL(store_bf16)(uint16_t *to, VECTOR low, VECTOR high)
+{
+    const KERNEL(bits) upper = 0xffff0000u - (KERNEL(bits)){0};
+    const KERNEL(bits) both = (KERNEL(bits))SELECT(upper, KERNEL(round_bf16)(high), KERNEL(round_bf16)(low) >> 16);
+    memcpy(to, &both, sizeof both);
+}
+
 #define VECTORS_OF_F16(V_COMBINE, V_FINISH)                                                             \
     for (; i + LANES <= count; i += LANES) {                                                            \
         VECTOR a = LOAD_F16((const uint16_t *)in[0] + i);                                               \
@@ -161,9 +144,9 @@ TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m512 low, __m512 hi
 #define VECTORS_OF_F16(V_COMBINE, V_FINISH)
 #define VECTORS_OF_BF16(V_COMBINE, V_FINISH)
 #endif
-#define V_ADD(a, b) V(add)(a, b)
-#define V_MULTIPLY(a, b) V(mul)(a, b)
-#define V_DIVIDE(a, n) V(div)(a, V(set1)((float)n))
+#define V_ADD(a, b) (a + b)
+#define V_MULTIPLY(a, b) (a * b)
+#define V_DIVIDE(a, n) (a / (float)n)
 /* minps and maxps give their second operand when one is a NaN, as SMALLER(a, b) and LARGER(a, b) give a. */
 #define V_SMALLER(a, b) V(min)(b, a)
 #define V_LARGER(a, b) V(max)(b, a)
@@ -230,9 +213,13 @@ static const phx_reduce_fn KERNEL(table)[PHX_OPS][PHX_DTYPES] = {
 };
 
 /* The other macros are the same in every set. */
+#undef KERNEL
+#undef TARGET
+#undef LANES
 #undef VECTORS_OF_F16
 #undef VECTORS_OF_BF16
 #undef VECTOR
+#undef SELECT
 #undef V
 #undef LOAD_F16
 #undef STORE_F16

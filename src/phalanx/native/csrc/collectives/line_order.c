@@ -3,9 +3,27 @@
 
 #include <stdlib.h>
 
+#include "recorder/record.h"
 #include "segment/call.h"
 
-uint16_t phx_line_of(struct phx_record_place place)
+#define PAIRS 16u /* how many pairs of lines are kept for each peer */
+#define CALM 8u   /* how many calls in a row that met at the same line end the matter */
+
+/* A call in which this rank and a peer were at different lines. */
+struct phx_line_pair {
+    uint16_t mine, theirs;
+    uint32_t line, in_group; /* as in struct phx_record_place */
+};
+
+/* Those of one peer. Only the thread that is in a collective uses them; all zero is a beginning. */
+struct phx_line_pairs {
+    uint32_t kept; /* how many pairs there have been; the last PAIRS are here */
+    uint32_t calm; /* how many calls in a row have met at the same line since the last of them */
+    struct phx_line_pair pairs[PAIRS];
+};
+
+/* A place of the program and what is called there as the bits that are compared; 0: the place is not known. */
+static uint16_t line_of(struct phx_record_place place)
 {
     if (!place.identity)
         return 0;
@@ -16,22 +34,22 @@ uint16_t phx_line_of(struct phx_record_place place)
 
 static uint32_t pairs_of(const struct phx_line_pairs *with)
 {
-    return with->kept < PHX_PAIRS ? with->kept : PHX_PAIRS;
+    return with->kept < PAIRS ? with->kept : PAIRS;
 }
 
-/* The pair with `line` on this rank's side, or on the peer's; NULL if there is none. */
-static const struct phx_line_pair *find(const struct phx_line_pairs *with, uint16_t line, int on_theirs)
+/* The first pair of these lines, of which 0 stands for any; NULL if there is none. */
+static const struct phx_line_pair *find(const struct phx_line_pairs *with, uint16_t mine, uint16_t theirs)
 {
-    for (uint32_t i = 0; i < pairs_of(with); i++)
-        if ((on_theirs ? with->pairs[i].theirs : with->pairs[i].mine) == line)
-            return &with->pairs[i];
+    for (const struct phx_line_pair *pair = with->pairs; pair < with->pairs + pairs_of(with); pair++)
+        if ((!mine || pair->mine == mine) && (!theirs || pair->theirs == theirs))
+            return pair;
     return NULL;
 }
 
 /* Write down a line as number `which` of the crossing if it stands on both sides. */
 static int crosses(const struct phx_line_pairs *with, uint16_t line, uint32_t which, struct phx_crossing *out)
 {
-    const struct phx_line_pair *mine = find(with, line, 0), *theirs = find(with, line, 1);
+    const struct phx_line_pair *mine = find(with, line, 0), *theirs = find(with, 0, line);
     if (!mine || !theirs)
         return 0;
     out->lines[which] = mine->line;
@@ -55,26 +73,20 @@ static int are_crossed(const struct phx_line_pairs *with, const struct phx_line_
     return 0;
 }
 
-static int is_known(const struct phx_line_pairs *with, uint16_t mine, uint16_t theirs)
-{
-    for (uint32_t i = 0; i < pairs_of(with); i++)
-        if (with->pairs[i].mine == mine && with->pairs[i].theirs == theirs)
-            return 1;
-    return mine == theirs;
-}
-
-int phx_meet_pair(struct phx_line_pairs *with, uint16_t mine, uint16_t theirs, struct phx_record_place place,
-                  struct phx_crossing *out)
+/* Note that this rank's line, at `place`, and the peer's have met; neither is 0. Returns 1 if two lines are crossed
+ * now, and says in `out` which, but for the peer. With NULL for `out` the pair is noted, and nothing is judged. */
+static int meet(struct phx_line_pairs *with, uint16_t mine, uint16_t theirs, struct phx_record_place place,
+                struct phx_crossing *out)
 {
     if (mine == theirs) {
-        if (with->kept && ++with->calm == PHX_CALM)
+        if (with->kept && ++with->calm == CALM)
             with->kept = 0;
         return 0;
     }
     with->calm = 0;
-    if (is_known(with, mine, theirs))
+    if (find(with, mine, theirs))
         return 0; /* a branch that the program takes again */
-    struct phx_line_pair *latest = &with->pairs[with->kept % PHX_PAIRS];
+    struct phx_line_pair *latest = &with->pairs[with->kept % PAIRS];
     *latest = (struct phx_line_pair){.mine = mine, .theirs = theirs, .line = place.line, .in_group = place.in_group};
     with->kept++;
     return out && are_crossed(with, latest, out);
@@ -103,7 +115,7 @@ void phx_publish_line(phx_comm *comm, uint64_t chunk)
     const uint64_t slot = chunk % PHX_SLOTS;
     const struct phx_record_place place = chunk == comm->chunk ? phx_record_place() : (struct phx_record_place){0};
     comm->lines->places[slot] = place;
-    comm->flags[comm->rank].line[slot] = phx_line_of(place);
+    comm->flags[comm->rank].line[slot] = line_of(place);
 }
 
 void phx_meet_line(phx_comm *comm, uint32_t peer, uint64_t slot)
@@ -113,8 +125,8 @@ void phx_meet_line(phx_comm *comm, uint32_t peer, uint64_t slot)
         return;
     struct phx_line_pairs *with = &comm->lines->peers[peer];
     const uint32_t was_unsettled = with->kept != 0;
-    const int crossed = phx_meet_pair(with, mine, theirs, comm->lines->places[slot],
-                                      comm->crossed ? NULL : &comm->lines->crossing);
+    const int crossed = meet(with, mine, theirs, comm->lines->places[slot],
+                             comm->crossed ? NULL : &comm->lines->crossing);
     comm->unsettled += (with->kept != 0) - was_unsettled;
     if (crossed) {
         comm->lines->crossing.peer = peer;
@@ -155,12 +167,12 @@ void phx_pairs_close(phx_line_pairs *pairs)
 
 uint32_t phx_line_now(void)
 {
-    return phx_line_of(phx_record_place());
+    return line_of(phx_record_place());
 }
 
 int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out)
 {
-    return phx_meet_pair(pairs, (uint16_t)mine, (uint16_t)theirs, phx_record_place(), out) ? PHX_CROSSED : PHX_OK;
+    return meet(pairs, (uint16_t)mine, (uint16_t)theirs, phx_record_place(), out) ? PHX_CROSSED : PHX_OK;
 }
 
 int phx_pairs_settled(const phx_line_pairs *pairs)

@@ -1,5 +1,5 @@
 /* The steps that every collective is made of, piece by piece: put one's own part in, await the others', take them out.
- * Every collective's file includes this.
+ * Every collective's file includes this; kernels.h combines numbers, and line_order.h compares the lines that call.
  *
  * A piece is the part of a call's data that one chunk carries. The next piece is put in before this one is awaited, so
  * a rank that is ahead does not stand still, and the others find the next piece there when they need it. That is safe
@@ -11,9 +11,34 @@
 #define PHALANX_PIPELINE_H
 
 #include "collectives/line_order.h"
-#include "collectives/wait.h"
 #include "segment/call.h"
 #include "segment/copy.h"
+
+/* -- chunks: entering one, publishing that one's part is in, waiting for the others' parts (wait.c) ---------------- */
+
+/* Wait until this rank may write its slot and call word of `chunk`, and write the call word. */
+int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call);
+
+/* Store `value` into a counter of this rank and wake the ranks that sleep on it. */
+void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value);
+
+/* Publish that this rank's part of `chunk` is in its slot. */
+static inline void phx_publish(phx_comm *comm, uint64_t chunk)
+{
+    phx_raise(comm, &comm->flags[comm->rank].ready, chunk + 1);
+}
+
+/* Wait until a counter of `peer` is at least `target`: spin, yield, then sleep. After every slice of sleep check
+ * whether the peer lives, the group is whole, the timeout has passed, and `poll` asks to stop. */
+int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target);
+
+/* Wait until `peer` has published its part of `chunk`, and compare its calls up to that one with this rank's. */
+int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk);
+
+/* The same for every other rank. */
+int phx_wait_all_ready(phx_comm *comm, uint64_t chunk);
+
+/* -- pieces ------------------------------------------------------------------------------------------------------- */
 
 /* How many pieces of at most `step` bytes. A call without data takes one, so that its call words are compared. */
 static inline uint64_t phx_pieces(uint64_t nbytes, uint64_t step)

@@ -3,14 +3,11 @@
  * A short spin catches a peer that is a microsecond late; yielding lets ranks that share a core take turns; sleeping
  * leaves the core to other work when a peer is far behind (a slow data loader). */
 #define _GNU_SOURCE
-#include "segment/call.h"
-#include "collectives/wait.h"
+#include "collectives/pipeline.h"
 
 #include <sched.h>
 
-#include "segment/comm.h"
 #include "system/futex.h"
-#include "collectives/line_order.h"
 
 static inline int reached(_Atomic uint64_t *word, uint64_t target)
 {

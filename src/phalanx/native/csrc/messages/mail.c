@@ -1,19 +1,21 @@
-/* Moving messages between this rank and the others: which goes to which receive, and the rings to ranks of this host, one
- * for each direction. remote.c has the connections to ranks of other hosts.
+/* The messages of a rank: which goes to which receive, and the calls that start one and wait for it. rings.c moves the
+ * bytes inside this host, and remote.c those to and from other hosts.
  *
- * A message is a header and its bytes in the ring from its sender to its receiver. A thread that waits for one message
- * moves all messages of its rank, so two ranks that send each other more than a ring holds do not block each other. A
- * message whose receive has not been posted stays in its ring, so a sender that is ahead is held up and no rank's
- * memory fills. It is set aside, in memory of its own, only when a receive with another tag waits for what comes after
+ * A thread that waits for one message moves all messages of its rank, so two ranks that send each other more than there
+ * is room for do not block each other. Between its attempts it spins, yields and sleeps on the bell of its place, and
+ * after each slice it checks whether the message can still come. A message that has no receive waits where its sender
+ * has put it. It is set aside, in memory of its own, only when a receive with another tag waits for what comes after
  * it. */
 #include "messages/mail.h"
 
+#include <poll.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "messages/rings.h"
+#include "segment/call.h"
 
-#define PIECE PHX_PIECE /* bytes copied before the other side is notified, so that both copy at the same time */
+#define UNMET_NS 500000000ull /* how long a receive waits until its sender is dialled, to know whether it is there */
 
 void phx_list_append(struct phx_list *list, phx_message *message)
 {
@@ -110,11 +112,9 @@ int phx_messages_join(phx_comm *comm, uint32_t size, const int32_t *here)
 void phx_mail_close(struct phx_mail *mail)
 {
     phx_ready_leave(mail);
-    /* A message that is set aside may be arriving too, and a receive that waits for one is in no list. */
     for (phx_message *m = mail->aside.first; m; m = m->next) {
         if (mail->streams[m->peer].arriving == m)
             mail->streams[m->peer].arriving = NULL;
-        free_message(m->claimed_by);
         free(m->data);
     }
     for (uint32_t p = 0; p < mail->size; p++) {
@@ -143,120 +143,7 @@ void phx_mail_finish(phx_comm *comm, phx_message *message, int status)
     phx_ring_bell(&comm->places[comm->rank]); /* another thread of this rank may be the one that waits for it */
 }
 
-/* -- sending ---------------------------------------------------------------------------------------------------- */
-
-/* How many bytes of a message are put in before its receiver is notified. A receiver that streams reads faster from the
- * cache that all cores share than from the sender's own, so it is kept as far behind as the ring allows: 64 MiB took
- * 4.0 ms instead of 6.5. */
-static uint64_t piece_bytes(const phx_comm *comm, const phx_message *message)
-{
-    const uint64_t quarter = phx_ring_bytes(comm->size) / 4;
-    return message->end.nbytes >= comm->stream_bytes && quarter > PIECE ? quarter : PIECE;
-}
-
-/* Whether nobody will read what is sent to this rank. One that leaves a broken group has broken it, or seen it broken,
- * before it told that it leaves. */
-static int has_left(const phx_comm *comm, uint32_t place)
-{
-    return atomic_load_explicit(&comm->places[place].going, memory_order_acquire) == PHX_LEFT && !phx_broken(comm);
-}
-
-/* Through the ring to a place. */
-static int move_sends_here(phx_comm *comm, uint32_t place)
-{
-    struct phx_list *sends = &comm->mail->streams[comm->mail->ranks[place]].sends;
-    struct phx_ring *ring = phx_ring_of(comm, comm->rank, place);
-    uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
-    int moved = 0;
-    while (sends->first && has_left(comm, place)) {
-        phx_message *message = sends->first;
-        phx_list_take_out(sends, message);
-        phx_mail_finish(comm, message, PHX_PEER_LEFT);
-        moved = 1;
-    }
-    while (sends->first) {
-        phx_message *message = sends->first;
-        uint64_t room = phx_ring_bytes(comm->size) - (head - atomic_load_explicit(&ring->tail, memory_order_acquire));
-        const int begins = !message->started;
-        if (begins && room < PHX_ALIGN)
-            break;
-        uint64_t at = head;
-        if (begins) {
-            const struct phx_message_header header = {message->end, message->tag};
-            phx_ring_write(comm, place, at, &header, sizeof header);
-            at += PHX_ALIGN;
-            room -= PHX_ALIGN;
-            message->started = 1;
-        }
-        uint64_t length = message->end.nbytes - message->moved;
-        const uint64_t most = piece_bytes(comm, message);
-        if (length > most)
-            length = most;
-        if (phx_padded(length) > room)
-            length = room / PHX_ALIGN * PHX_ALIGN;
-        phx_ring_write(comm, place, at, message->data + message->moved, length);
-        at += phx_padded(length);
-        message->moved += length;
-        if (at == head && message->moved < message->end.nbytes)
-            break;
-        head = at;
-        atomic_store_explicit(&ring->head, head, memory_order_release);
-        phx_ring_bell_of(comm, place);
-        moved = 1;
-        if (message->moved == message->end.nbytes) {
-            phx_list_take_out(sends, message);
-            phx_mail_finish(comm, message, PHX_OK);
-        }
-    }
-    return moved;
-}
-
-static int move_sends(phx_comm *comm, uint32_t dst)
-{
-    const uint32_t place = comm->mail->streams[dst].place;
-    return place == PHX_NOBODY ? phx_remote_move_sends(comm, dst) : move_sends_here(comm, place);
-}
-
-void phx_mail_send(phx_comm *comm, phx_message *message)
-{
-    const uint32_t dst = message->peer;
-    pthread_mutex_lock(&comm->mail->lock);
-    phx_list_append(&comm->mail->streams[dst].sends, message);
-    if (phx_mail_may_move(comm))
-        move_sends(comm, dst);
-    pthread_mutex_unlock(&comm->mail->lock);
-}
-
-static int send_now_here(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t place, uint32_t tag)
-{
-    const uint64_t nbytes = sent->nbytes;
-    struct phx_ring *ring = phx_ring_of(comm, comm->rank, place);
-    const uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
-    const uint64_t taken = head - atomic_load_explicit(&ring->tail, memory_order_acquire);
-    if (nbytes > PIECE || has_left(comm, place) ||
-        PHX_ALIGN + phx_padded(nbytes) > phx_ring_bytes(comm->size) - taken)
-        return 0;
-    const struct phx_message_header header = {*sent, tag};
-    phx_ring_write(comm, place, head, &header, sizeof header);
-    phx_ring_write(comm, place, head + PHX_ALIGN, data, nbytes);
-    atomic_store_explicit(&ring->head, head + PHX_ALIGN + phx_padded(nbytes), memory_order_release);
-    phx_ring_bell_of(comm, place);
-    return 1;
-}
-
-int phx_mail_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
-{
-    const struct phx_stream *stream = &comm->mail->streams[dst];
-    int is_sent = 0;
-    pthread_mutex_lock(&comm->mail->lock);
-    if (!stream->sends.first && phx_mail_may_move(comm))
-        is_sent = stream->place == PHX_NOBODY ? phx_remote_send_now(comm, data, sent, dst, tag)
-                                              : send_now_here(comm, data, sent, stream->place, tag);
-    pthread_mutex_unlock(&comm->mail->lock);
-    return is_sent;
-}
-
-/* -- receiving --------------------------------------------------------------------------------------------------- */
+/* -- matching ---------------------------------------------------------------------------------------------------- */
 
 static int fits(const phx_message *receive, uint32_t src, uint32_t tag)
 {
@@ -271,10 +158,15 @@ static int agree(phx_message *receive, const struct phx_end *sent)
     return receive->end.nbytes == sent->nbytes && receive->end.dtype == sent->dtype;
 }
 
-int phx_mail_agrees(phx_comm *comm, phx_message *receive, const struct phx_end *sent, const char *line)
+int phx_mail_agrees(phx_comm *comm, phx_message *receive, uint32_t src, const struct phx_end *sent, const char *line)
 {
+    const uint32_t place = comm->mail->streams[src].place;
     if (agree(receive, sent))
         return 1;
+    if (place != PHX_NOBODY) {
+        phx_mail_finish(comm, receive, phx_break_message(comm, place, sent, &receive->end));
+        return 0;
+    }
     receive->sent = *sent;
     free(receive->line);
     receive->line = strdup(line);
@@ -292,13 +184,14 @@ static phx_message *set_aside(struct phx_mail *mail, uint32_t src, const struct 
         free(data);
         return NULL;
     }
-    *aside = (phx_message){.data = data, .end = *sent, .peer = src, .tag = tag, .receiving = 1,
+    *aside = (phx_message){.data = data, .end = *sent, .peer = src, .tag = tag, .receiving = 1, .aside = 1,
                            .line = line ? strdup(line) : NULL};
     phx_list_append(&mail->aside, aside);
     return aside;
 }
 
-phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag, const char *line)
+phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag,
+                            const char *line)
 {
     int in_the_way = 0;
     for (phx_message *m = mail->posted.first; m; m = m->next) {
@@ -312,74 +205,33 @@ phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct ph
     return in_the_way ? set_aside(mail, src, sent, tag, line) : NULL;
 }
 
+/* Give what has come of a message that was set aside to its receive, into which the rest goes then. */
 static void hand_over(phx_comm *comm, phx_message *aside, phx_message *receive)
 {
+    phx_message **arriving = &comm->mail->streams[aside->peer].arriving;
     phx_list_take_out(&comm->mail->aside, aside);
-    memcpy(receive->data, aside->data, aside->end.nbytes);
+    memcpy(receive->data, aside->data, aside->moved);
+    receive->moved = aside->moved;
+    if (*arriving == aside)
+        *arriving = receive;
+    else
+        phx_mail_finish(comm, receive, PHX_OK);
     free(aside->data);
     free_message(aside);
-    phx_mail_finish(comm, receive, PHX_OK);
 }
 
 void phx_mail_arrived(phx_comm *comm, phx_message *message)
 {
-    for (phx_message *m = comm->mail->aside.first; m; m = m->next)
-        if (m == message) {
-            atomic_store_explicit(&message->done, 1, memory_order_release);
-            if (message->claimed_by)
-                hand_over(comm, message, message->claimed_by);
-            return;
-        }
-    phx_mail_finish(comm, message, PHX_OK);
+    if (!message->aside)
+        phx_mail_finish(comm, message, PHX_OK);
 }
 
-/* Through the ring from a place. */
-static int move_arrivals_here(phx_comm *comm, uint32_t place)
+/* -- moving ------------------------------------------------------------------------------------------------------- */
+
+static int move_sends(phx_comm *comm, uint32_t dst)
 {
-    struct phx_ring *ring = phx_ring_of(comm, place, comm->rank);
-    const uint32_t src = comm->mail->ranks[place];
-    phx_message **arriving = &comm->mail->streams[src].arriving;
-    uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed);
-    int moved = 0;
-    for (;;) {
-        uint64_t there = atomic_load_explicit(&ring->head, memory_order_acquire) - tail;
-        if (there == 0)
-            return moved;
-        uint64_t at = tail;
-        if (!*arriving) {
-            struct phx_message_header header;
-            phx_ring_read(comm, place, tail, &header, sizeof header, 0);
-            phx_message *message = phx_mail_claim(comm->mail, src, &header.sent, header.tag, NULL);
-            if (!message)
-                return moved;
-            if (!agree(message, &header.sent)) {
-                phx_mail_finish(comm, message, phx_break_message(comm, place, &header.sent, &message->end));
-                return 1;
-            }
-            *arriving = message;
-            at += PHX_ALIGN;
-            there -= PHX_ALIGN;
-        }
-        phx_message *message = *arriving;
-        uint64_t length = message->end.nbytes - message->moved;
-        if (length > PIECE)
-            length = PIECE;
-        if (phx_padded(length) > there)
-            length = there;
-        phx_ring_read(comm, place, at, message->data + message->moved, length, message->end.nbytes);
-        at += phx_padded(length);
-        message->moved += length;
-        if (message->moved == message->end.nbytes) {
-            *arriving = NULL;
-            phx_mail_arrived(comm, message);
-        }
-        if (at != tail) {
-            tail = at;
-            atomic_store_explicit(&ring->tail, tail, memory_order_release);
-            phx_ring_bell_of(comm, place);
-            moved = 1;
-        }
-    }
+    const uint32_t place = comm->mail->streams[dst].place;
+    return place == PHX_NOBODY ? phx_remote_move_sends(comm, dst) : phx_rings_move_sends(comm, place);
 }
 
 static int move_all(phx_comm *comm)
@@ -388,8 +240,8 @@ static int move_all(phx_comm *comm)
     int moved = 0;
     for (uint32_t place = 0; place < comm->size && phx_mail_may_move(comm); place++) {
         if (mail->streams[mail->ranks[place]].sends.first)
-            moved |= move_sends_here(comm, place);
-        moved |= move_arrivals_here(comm, place);
+            moved |= phx_rings_move_sends(comm, place);
+        moved |= phx_rings_move_arrivals(comm, place);
     }
     for (uint32_t i = 0; i < mail->nreached && phx_mail_may_move(comm); i++) {
         if (mail->streams[mail->reached[i]].sends.first)
@@ -399,44 +251,24 @@ static int move_all(phx_comm *comm)
     return moved;
 }
 
-void phx_mail_receive(phx_comm *comm, phx_message *receive)
-{
-    pthread_mutex_lock(&comm->mail->lock);
-    phx_message *aside = comm->mail->aside.first;
-    while (aside && (aside->claimed_by || !fits(receive, aside->peer, aside->tag)))
-        aside = aside->next;
-    if (!aside) {
-        phx_list_append(&comm->mail->posted, receive);
-        move_all(comm);
-        if (receive->peer != PHX_ANY_SOURCE)
-            phx_remote_posted(comm, receive->peer);
-    } else {
-        const uint32_t src = receive->peer = aside->peer, place = comm->mail->streams[src].place;
-        const int agrees = agree(receive, &aside->end);
-        if (!agrees && place == PHX_NOBODY)
-            phx_mail_agrees(comm, receive, &aside->end, aside->line);
-        else if (!agrees)
-            phx_mail_finish(comm, receive, phx_break_message(comm, place, &aside->end, &receive->end));
-        else if (atomic_load_explicit(&aside->done, memory_order_relaxed))
-            hand_over(comm, aside, receive);
-        else
-            aside->claimed_by = receive;
-    }
-    pthread_mutex_unlock(&comm->mail->lock);
-}
+/* Move all messages of this rank as far as they can be moved now. */
+struct movement {
+    int moved;         /* whether any bytes have moved */
+    int ended;         /* whether phx_messages_end() has been called */
+    uint64_t finished; /* how many messages have been done so far */
+};
 
-/* -- both -------------------------------------------------------------------------------------------------------- */
-
-struct phx_movement phx_mail_move(phx_comm *comm)
+static struct movement move(phx_comm *comm)
 {
     pthread_mutex_lock(&comm->mail->lock);
     const int moved = move_all(comm);
-    const struct phx_movement movement = {moved, comm->mail->ended, comm->mail->finished};
+    const struct movement movement = {moved, comm->mail->ended, comm->mail->finished};
     pthread_mutex_unlock(&comm->mail->lock);
     return movement;
 }
 
-uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message)
+/* A number that changes whenever the message makes progress. */
+static uint64_t progress_of(phx_comm *comm, const phx_message *message)
 {
     struct phx_mail *mail = comm->mail;
     const uint32_t peer = message->peer;
@@ -449,15 +281,13 @@ uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message)
         progress = message->progress;
     else if (mail->streams[peer].place == PHX_NOBODY)
         progress = phx_remote_progress(mail, peer, message->receiving);
-    else if (message->receiving)
-        progress = atomic_load_explicit(&phx_ring_of(comm, mail->streams[peer].place, comm->rank)->tail, memory_order_relaxed);
     else
-        progress = atomic_load_explicit(&phx_ring_of(comm, comm->rank, mail->streams[peer].place)->head, memory_order_relaxed);
+        progress = phx_rings_progress(comm, mail->streams[peer].place, message->receiving);
     pthread_mutex_unlock(&mail->lock);
     return progress;
 }
 
-static void fail(phx_comm *comm, phx_message *message, int status)
+static void fail_locked(phx_comm *comm, phx_message *message, int status)
 {
     struct phx_mail *mail = comm->mail;
     const uint32_t peer = message->peer; /* PHX_ANY_SOURCE only while the receive is posted */
@@ -467,21 +297,21 @@ static void fail(phx_comm *comm, phx_message *message, int status)
         phx_list_take_out(&mail->posted, message);
     else if (mail->streams[peer].arriving == message)
         mail->streams[peer].arriving = NULL; /* its rest will not come, and nothing after it */
-    for (phx_message *m = mail->aside.first; m; m = m->next)
-        if (m->claimed_by == message)
-            m->claimed_by = NULL;
     phx_mail_finish(comm, message, status);
 }
 
-void phx_mail_fail(phx_comm *comm, phx_message *message, int status)
+/* Finish a message with this status, unless it is done: its peer has left, and what it sent before was moved. */
+static void fail(phx_comm *comm, phx_message *message, int status)
 {
     pthread_mutex_lock(&comm->mail->lock);
     if (!atomic_load_explicit(&message->done, memory_order_relaxed))
-        fail(comm, message, status);
+        fail_locked(comm, message, status);
     pthread_mutex_unlock(&comm->mail->lock);
 }
 
-uint32_t phx_mail_check_elsewhere(phx_comm *comm, phx_message *message)
+/* Fail a message of which a rank of another host is a part, or may be, if that one has left or its connection has
+ * ended. Returns how many of these ranks are still there. */
+static uint32_t check_elsewhere(phx_comm *comm, phx_message *message)
 {
     struct phx_mail *mail = comm->mail;
     uint32_t here = 0;
@@ -491,14 +321,14 @@ uint32_t phx_mail_check_elsewhere(phx_comm *comm, phx_message *message)
         if (peer != PHX_ANY_SOURCE) {
             const int state = phx_remote_state(mail, peer, message->receiving);
             if (state)
-                fail(comm, message, state);
+                fail_locked(comm, message, state);
             here = !state;
         }
         for (uint32_t rank = 0; peer == PHX_ANY_SOURCE && rank < mail->size; rank++) {
             const int state = phx_remote_state(mail, rank, 1);
             here += mail->streams[rank].place == PHX_NOBODY && state != PHX_PEER_LEFT;
             if (state == PHX_CUT) {
-                fail(comm, message, state);
+                fail_locked(comm, message, state);
                 message->peer = rank;
                 break;
             }
@@ -508,11 +338,273 @@ uint32_t phx_mail_check_elsewhere(phx_comm *comm, phx_message *message)
     return here;
 }
 
-int phx_mail_is_unmet(phx_comm *comm, const phx_message *message)
+/* Whether this is a receive, and a rank of another host that could send it has not been connected. */
+static int is_unmet(phx_comm *comm, const phx_message *message)
 {
     const struct phx_mail *mail = comm->mail;
     return message->receiving && (message->peer == PHX_ANY_SOURCE ? mail->size > comm->size
                                                                   : !phx_messages_met(comm, message->peer));
+}
+
+/* -- the calls: start a message, test it, wait for it, give it back ------------------------------------------------ */
+
+static phx_message *new_message(void *data, const struct phx_end *end, uint32_t peer, uint32_t tag)
+{
+    phx_message *message = malloc(sizeof *message);
+    if (message)
+        *message = (phx_message){.data = data, .end = *end, .peer = peer, .tag = tag};
+    return message;
+}
+
+phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
+{
+    const int known = dst < comm->mail->size && !phx_lacks_memory(data, sent->nbytes);
+    phx_message *message = known ? new_message((void *)data, sent, dst, tag) : NULL;
+    if (!message)
+        return NULL;
+    pthread_mutex_lock(&comm->mail->lock);
+    phx_list_append(&comm->mail->streams[dst].sends, message);
+    if (phx_mail_may_move(comm))
+        move_sends(comm, dst);
+    pthread_mutex_unlock(&comm->mail->lock);
+    return message;
+}
+
+int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
+{
+    if (dst >= comm->mail->size || phx_lacks_memory(data, sent->nbytes))
+        return 0;
+    const struct phx_stream *stream = &comm->mail->streams[dst];
+    int is_sent = 0;
+    pthread_mutex_lock(&comm->mail->lock);
+    if (!stream->sends.first && phx_mail_may_move(comm))
+        is_sent = stream->place == PHX_NOBODY ? phx_remote_send_now(comm, data, sent, dst, tag)
+                                              : phx_rings_send_now(comm, data, sent, stream->place, tag);
+    pthread_mutex_unlock(&comm->mail->lock);
+    return is_sent;
+}
+
+phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag)
+{
+    const int known = src < comm->mail->size || src == PHX_ANY_SOURCE;
+    if (!known || phx_lacks_memory(data, expected->nbytes))
+        return NULL;
+    phx_message *message = new_message(data, expected, src, tag);
+    if (!message)
+        return NULL;
+    message->receiving = 1;
+    pthread_mutex_lock(&comm->mail->lock);
+    phx_message *aside = comm->mail->aside.first;
+    while (aside && !fits(message, aside->peer, aside->tag))
+        aside = aside->next;
+    if (!aside) {
+        phx_list_append(&comm->mail->posted, message);
+        move_all(comm);
+        if (message->peer != PHX_ANY_SOURCE)
+            phx_remote_posted(comm, message->peer);
+    } else {
+        message->peer = aside->peer;
+        if (phx_mail_agrees(comm, message, aside->peer, &aside->end, aside->line))
+            hand_over(comm, aside, message);
+    }
+    pthread_mutex_unlock(&comm->mail->lock);
+    return message;
+}
+
+static int is_done(const phx_message *message)
+{
+    return atomic_load_explicit(&message->done, memory_order_acquire);
+}
+
+static uint32_t peer_of(const phx_message *message)
+{
+    return atomic_load_explicit(&message->peer, memory_order_relaxed);
+}
+
+/* The place of the message's peer; PHX_NOBODY of one on another host, or of any. */
+static uint32_t place_of(const phx_comm *comm, const phx_message *message)
+{
+    const uint32_t peer = peer_of(message);
+    return peer == PHX_ANY_SOURCE ? PHX_NOBODY : comm->mail->streams[peer].place;
+}
+
+/* How the message's peer went, with its place; of one from any rank, how the first of this host that went otherwise
+ * than in order did, or PHX_LEFT if all others have left, of which so many on other hosts have not. */
+static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *message, uint32_t here, uint32_t *gone)
+{
+    const uint32_t place = place_of(comm, message);
+    if (place != PHX_NOBODY)
+        return place == comm->rank ? PHX_HERE : phx_peer_life(comm, *gone = place);
+    if (peer_of(message) != PHX_ANY_SOURCE)
+        return PHX_HERE;
+    for (uint32_t p = 0; p < comm->size; p++) {
+        const enum phx_going how = p == comm->rank ? PHX_LEFT : phx_peer_life(comm, p);
+        here += how == PHX_HERE;
+        if (how > PHX_LEFT) {
+            *gone = p;
+            return how;
+        }
+    }
+    return here ? PHX_HERE : PHX_LEFT;
+}
+
+/* Whether the messages' timeout counts for this one and has passed since bytes of it moved. */
+static int overdue(phx_comm *comm, phx_message *message, uint64_t elapsed_ns)
+{
+    if (!message->expected)
+        return 0;
+    const uint64_t progress = progress_of(comm, message);
+    message->waited = progress == message->progress ? message->waited + phx_waited_ns(elapsed_ns) : 0;
+    message->progress = progress;
+    return message->waited > comm->message_timeout_ns;
+}
+
+/* Once a slice, by the clock: if the message will not come, fail it if its peer has left in order, or is on another
+ * host, else break the group. A peer may send and then go, so messages are moved once more after it was found gone. */
+static int check(phx_comm *comm, phx_message *message, uint64_t now)
+{
+    uint32_t gone = PHX_NOBODY;
+    if (!message->checked)
+        message->checked = now;
+    const uint64_t elapsed_ns = now - message->checked;
+    if (elapsed_ns < PHX_SLICE_NS)
+        return PHX_OK;
+    message->checked = now;
+    const int elsewhere = comm->mail->size > comm->size && place_of(comm, message) == PHX_NOBODY;
+    const uint32_t left = elsewhere ? check_elsewhere(comm, message) : 0;
+    if (is_done(message))
+        return PHX_OK;
+    const enum phx_going how = find_gone_peer(comm, message, left, &gone);
+    if (how != PHX_HERE) {
+        move(comm);
+        if (how == PHX_LEFT && !phx_broken(comm)) /* in a broken group every rank leaves sooner or later */
+            fail(comm, message, PHX_PEER_LEFT);
+        return is_done(message) ? PHX_OK : phx_break_gone(comm, gone, how);
+    }
+    if (!overdue(comm, message, elapsed_ns) || is_done(message))
+        return PHX_OK;
+    const uint32_t place = place_of(comm, message);
+    if (!elsewhere)
+        return phx_break(comm, PHX_TIMEOUT, place == PHX_NOBODY ? comm->rank : place);
+    fail(comm, message, PHX_OVERDUE);
+    return PHX_OK;
+}
+
+int phx_message_test(phx_comm *comm, phx_message *message, int watch)
+{
+    if (is_done(message))
+        return 1;
+    move(comm);
+    const uint64_t checked = message->checked;
+    if (!is_done(message) && !phx_broken(comm) && watch)
+        check(comm, message, phx_now_ns());
+    if (is_done(message) || phx_broken(comm))
+        return 1;
+    return message->checked != checked && is_unmet(comm, message) ? PHX_UNMET : 0;
+}
+
+void phx_message_expect(phx_comm *comm, phx_message *message)
+{
+    (void)comm;
+    message->expected = 1;
+}
+
+/* Sleep on the connection itself where only what comes from there can end the wait: so one thread is woken, and not
+ * two. */
+static enum phx_sleep sleep_until_ready(phx_comm *comm, const phx_message *message, uint32_t bell)
+{
+    const int socket = comm->spin ? -1 : phx_remote_socket(comm, message);
+    if (socket < 0) {
+        struct phx_place *place = &comm->places[comm->rank];
+        phx_mail_watch(comm);
+        return phx_sleep(&place->bell, bell, &place->listening);
+    }
+    struct pollfd awaited = {.fd = socket, .events = POLLIN};
+    const int ready = poll(&awaited, 1, (int)(PHX_SLICE_NS / 1000000));
+    return ready > 0 ? PHX_WOKEN : ready == 0 ? PHX_SLEPT_OUT : PHX_SIGNALLED;
+}
+
+int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
+{
+    struct phx_place *place = &comm->places[comm->rank];
+    uint64_t start = 0, looked = 0, waited = 0;
+    for (uint32_t idle = 0;; idle++) {
+        const uint32_t bell = atomic_load_explicit(&place->bell, memory_order_acquire);
+        const struct movement movement = move(comm);
+        if (is_done(message))
+            return message->status;
+        if (movement.moved)
+            idle = 0;
+        if (movement.ended)
+            return PHX_UNDER_WAY;
+        if (idle < comm->spin / 4) {
+            phx_relax();
+            continue;
+        }
+        if (!start) {
+            start = looked = phx_now_ns();
+            if (!timeout_ns)
+                phx_message_expect(comm, message);
+            if (place_of(comm, message) != PHX_NOBODY)
+                phx_move_apart(comm, place_of(comm, message));
+        }
+        if (phx_broken(comm)) {
+            struct phx_breakage why;
+            return phx_breakage(comm, &why);
+        }
+        if (comm->spin && phx_now_ns() - start < PHX_YIELD_NS) {
+            sched_yield();
+            continue;
+        }
+        if (sleep_until_ready(comm, message, bell) != PHX_WOKEN && comm->poll && comm->poll())
+            return phx_break(comm, PHX_INTERRUPTED, comm->rank);
+        const uint64_t now = phx_now_ns();
+        waited += phx_waited_ns(now - looked);
+        looked = now;
+        const int status = check(comm, message, now);
+        if (status)
+            return status;
+        if (timeout_ns && waited > timeout_ns && !is_done(message))
+            return PHX_UNDER_WAY;
+        if (!timeout_ns && waited > UNMET_NS && !message->asked && is_unmet(comm, message)) {
+            message->asked = 1;
+            return PHX_UNMET;
+        }
+    }
+}
+
+uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished)
+{
+    struct phx_place *place = &comm->places[comm->rank];
+    const uint64_t start = phx_now_ns();
+    uint64_t moved_at = 0;
+    for (;;) {
+        const uint32_t bell = atomic_load_explicit(&place->bell, memory_order_acquire);
+        const struct movement movement = move(comm);
+        const uint64_t now = phx_now_ns();
+        if (movement.ended || phx_broken(comm) || movement.finished != finished || now - start > PHX_SLICE_NS)
+            return movement.finished;
+        if (movement.moved)
+            moved_at = now;
+        if (now - moved_at < PHX_YIELD_NS)
+            sched_yield();
+        else {
+            phx_mail_watch(comm);
+            phx_sleep(&place->bell, bell, &place->listening);
+        }
+    }
+}
+
+const char *phx_message_ends(const phx_message *message, struct phx_end *sent, struct phx_end *expected)
+{
+    *sent = message->sent;
+    *expected = message->end;
+    return message->line ? message->line : "";
+}
+
+uint32_t phx_message_source(const phx_message *message)
+{
+    return peer_of(message);
 }
 
 void phx_messages_end(phx_comm *comm, int in_order)
@@ -566,12 +658,9 @@ int phx_messages_waiting(phx_comm *comm, uint8_t *ranks, struct phx_message_seen
     pthread_mutex_lock(&mail->lock);
     for (const phx_message *m = mail->posted.first; m; m = m->next)
         consider(&question, m);
-    for (const phx_message *m = mail->aside.first; m; m = m->next)
-        if (m->claimed_by)
-            consider(&question, m->claimed_by);
     for (uint32_t rank = 0; rank < mail->size; rank++) {
         const phx_message *arriving = mail->streams[rank].arriving;
-        if (arriving && !contains(&mail->aside, arriving))
+        if (arriving && !arriving->aside)
             consider(&question, arriving);
         for (const phx_message *m = mail->streams[rank].sends.first; m; m = m->next)
             consider(&question, m);

@@ -1,6 +1,5 @@
-/* A rank's messages. mail.c matches them with receives and moves them through the rings inside the host (rings.h); remote.c
- * moves them through connections to ranks of other hosts, and ready.c is the thread that does so while others sleep; p2p.c
- * has the calls, and what a thread does that waits.
+/* A rank's messages. mail.c matches them with receives, and has the calls; rings.c moves them inside the host; remote.c
+ * through connections to ranks of other hosts, and ready.c is the thread that does so while others sleep.
  *
  * A mail numbers ranks as the group does. A *place* is a rank's number in the segment of its host, PHX_NOBODY on another
  * host. All is private to the rank and under the mail's lock, but for these:
@@ -21,8 +20,11 @@
 #include <pthread.h>
 
 #include "segment/comm.h"
+#include "system/futex.h"
 
-#define PHX_PIECE 65536u /* a message of at most so many bytes may be sent at once, without one to wait for */
+/* Bytes copied before the other side is notified, so that both copy at the same time. A message of at most so many may
+ * be sent at once, without one to wait for. */
+#define PHX_PIECE 65536u
 
 struct phx_message {
     char *data;
@@ -31,14 +33,14 @@ struct phx_message {
     _Atomic uint32_t peer;
     uint32_t tag;
     int receiving, started, status;
+    int aside;     /* it has no receive yet, and its data are in memory of their own */
     int abandoned; /* nobody has its handle any more; it is freed when it is done */
     _Atomic int done;
     _Atomic int expected; /* the group's timeout counts */
     int asked;            /* it has been said once that no connection brings it (PHX_UNMET) */
     uint64_t checked;     /* when the peer was last checked on */
     uint64_t waited;      /* since bytes moved */
-    uint64_t progress;    /* phx_mail_progress() at that time */
-    struct phx_message *claimed_by; /* of a message set aside: the receive that waits for its rest */
+    uint64_t progress;    /* what progress_of() said then */
     struct phx_end sent;            /* with PHX_DIFFERS: the end of the rank that sent */
     char *line;                     /* and its line; also of a message set aside that came from another host; or NULL */
     struct phx_message *next;
@@ -72,41 +74,13 @@ struct phx_mail {
     struct phx_mail *next;      /* in its list */
 };
 
-/* -- mail.c: these take the lock --------------------------------------------------------------------------------- */
+/* -- mail.c -------------------------------------------------------------------------------------------------------- */
 
 struct phx_mail *phx_mail_open(phx_comm *comm);
 /* Free the mail and every message that is not done. */
 void phx_mail_close(struct phx_mail *mail);
 
-/* Queue a message to be sent and move what can be moved. */
-void phx_mail_send(phx_comm *comm, phx_message *message);
-/* The same for a receive; a message that was set aside for it is taken first. */
-void phx_mail_receive(phx_comm *comm, phx_message *receive);
-/* Put a whole message into the ring if nothing waits to be sent there and there is room: 1. Else do nothing: 0. */
-int phx_mail_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
-
-/* Move all messages of this rank as far as they can be moved now. */
-struct phx_movement {
-    int moved;         /* whether any bytes have moved */
-    int ended;         /* whether phx_messages_end() has been called */
-    uint64_t finished; /* how many messages have been done so far */
-};
-struct phx_movement phx_mail_move(phx_comm *comm);
-
-/* A number that changes whenever the message makes progress. */
-uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message);
-
-/* Finish a message with this status, unless it is done: its peer has left, and what it sent before was moved. */
-void phx_mail_fail(phx_comm *comm, phx_message *message, int status);
-
-/* Fail a message of which a rank of another host is a part, or may be, if that one has left or its connection has ended.
- * Returns how many of these ranks are still there. */
-uint32_t phx_mail_check_elsewhere(phx_comm *comm, phx_message *message);
-
-/* Whether this is a receive, and a rank of another host that could send it has not been connected. */
-int phx_mail_is_unmet(phx_comm *comm, const phx_message *message);
-
-/* -- mail.c: these expect the lock to be held --------------------------------------------------------------------- */
+/* The following expect the lock to be held. */
 
 void phx_list_append(struct phx_list *list, phx_message *message);
 void phx_list_take_out(struct phx_list *list, phx_message *message);
@@ -120,15 +94,38 @@ static inline int phx_mail_may_move(const phx_comm *comm)
 /* The message is done. It may be freed by this. */
 void phx_mail_finish(phx_comm *comm, phx_message *message, int status);
 
-/* The receive that a message is for. If there is none, but another receive waits for a later message of this stream, a new
- * message in which this one is set aside; else NULL. `line` is the sender's, if it is not to be found by its number. */
-phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag, const char *line);
+/* The receive that a message is for. If there is none, but another receive waits for a later message of this stream, a
+ * new message in which this one is set aside; else NULL. `line` is the sender's, if it is not to be found by its
+ * number. */
+phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag,
+                            const char *line);
 
-/* Finish a receive with PHX_DIFFERS unless its end agrees with the sender's, which is then returned as 0. */
-int phx_mail_agrees(phx_comm *comm, phx_message *receive, const struct phx_end *sent, const char *line);
+/* Whether a receive's end agrees with the sender's: 1; else 0, and the receive is finished: with PHX_DIFFERS if the
+ * sender is on another host and at this line, and else the group is broken. */
+int phx_mail_agrees(phx_comm *comm, phx_message *receive, uint32_t src, const struct phx_end *sent, const char *line);
 
 /* All bytes of the message are there. */
 void phx_mail_arrived(phx_comm *comm, phx_message *message);
+
+/* Wake the threads that sleep on the bell of a place. */
+static inline void phx_ring_bell(struct phx_place *place)
+{
+    atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(&place->listening, memory_order_seq_cst))
+        phx_wake(&place->bell);
+}
+
+/* -- rings.c: these expect the lock, too --------------------------------------------------------------------------- */
+
+/* Move what can be moved through the ring to a place, or from it; whether any bytes have. */
+int phx_rings_move_sends(phx_comm *comm, uint32_t place);
+int phx_rings_move_arrivals(phx_comm *comm, uint32_t place);
+
+/* Put a whole message into the ring if there is room: 1. Else do nothing: 0. */
+int phx_rings_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t place, uint32_t tag);
+
+/* How many bytes have been moved from the place, or to it. */
+uint64_t phx_rings_progress(const phx_comm *comm, uint32_t place, int receiving);
 
 /* -- remote.c: these expect the lock, too, but for phx_mail_watch() and phx_remote_ready() ------------------------- */
 
@@ -160,13 +157,12 @@ void phx_mail_watch(phx_comm *comm);
 /* A connection with the rank is ready, says ready.c. */
 void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write);
 
-/* In a forked child: close what belongs to the parent. */
-void phx_remote_let_go(struct phx_mail *mail);
 void phx_remote_free(struct phx_mail *mail);
 
 /* -- ready.c ------------------------------------------------------------------------------------------------------ */
 
-/* Have the thread know a mail; starts it with the first one. PHX_SYSTEM if the system refuses. Not under the mail's lock. */
+/* Have the thread know a mail; starts it with the first one. PHX_SYSTEM if the system refuses. Not under the mail's
+ * lock. */
 int phx_ready_enter(struct phx_mail *mail);
 /* When this has returned, the thread does nothing for the mail any more. Not under the mail's lock. */
 void phx_ready_leave(struct phx_mail *mail);

@@ -1,8 +1,8 @@
 /* The one thread of the process that moves messages of other hosts while the threads that wait for them sleep.
  *
- * It sleeps in epoll_wait() on the connections of all mails. A connection is watched until it is ready once. Two locks, of
- * which the first is taken first: that of the list of mails, which the thread holds while it serves one, so that none is
- * freed meanwhile; and the mail's own. */
+ * It sleeps in epoll_wait() on the connections of all mails. A connection is watched until it is ready once. Two locks,
+ * of which the first is taken first: that of the list of mails, which the thread holds while it serves one, so that
+ * none is freed meanwhile; and the mail's own. */
 #define _GNU_SOURCE
 #include "messages/mail.h"
 
@@ -18,12 +18,11 @@ static int epoll = -1; /* written once, before any mail is in the list */
 /* The thread does not exist in a child, and the connections are the parent's, whose end must show when it ends. */
 static void in_child(void)
 {
-    for (struct phx_mail *mail = mails; mail; mail = mail->next)
-        phx_remote_let_go(mail);
     if (epoll >= 0)
         close(epoll);
-    epoll = -1;
-    mails = NULL;
+    epoll = -1; /* first: the parent goes on to watch its connections */
+    for (; mails; mails = mails->next)
+        phx_remote_end(mails->comm, 0);
     pthread_mutex_init(&lock, NULL);
 }
 

@@ -1,10 +1,11 @@
 /* Messages with ranks of other hosts, through one TCP connection for each direction.
  *
  * The sender dials at its first message (transports/hierarchical/connections.py). Then the connection carries for each
- * message a header, the line of the program that sends, and the bytes: straight from the sender's memory and straight into
- * the receiver's. A message without a receive stays in the connection, whose buffers hold its sender up. Two things tell
- * that a rank has left in order: a last header, to those that receive from it, and the byte LEFT the other way, to those
- * that send to it. So no connection ever holds bytes that its closing could take back from the other direction. */
+ * message a header, the line of the program that sends, and the bytes: straight from the sender's memory and straight
+ * into the receiver's. A message without a receive stays in the connection, whose buffers hold its sender up. Two
+ * things tell that a rank has left in order: a last header, to those that receive from it, and the byte LEFT the other
+ * way, to those that send to it. So no connection ever holds bytes that its closing could take back from the other
+ * direction. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/sock_diag.h>
@@ -16,10 +17,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "system/futex.h"
 #include "messages/mail.h"
 #include "recorder/record.h"
-#include "messages/rings.h"
 
 #define LEFT 'L'
 #define AHEAD 16384u    /* bytes that are read ahead: headers, and small messages as a whole */
@@ -118,7 +117,8 @@ static uint64_t push(struct phx_remote *remote, const char *data, uint64_t nbyte
     return (uint64_t)sent - of_front;
 }
 
-/* Whether the rest of a message is for the thread of ready.c: one that waits would move it packet by packet, and slowly. */
+/* Whether the rest of a message is for the thread of ready.c: one that waits would move it packet by packet, and
+ * slowly. */
 static int is_bulk(const phx_message *message)
 {
     return message->end.nbytes - message->moved > PHX_PIECE;
@@ -198,7 +198,8 @@ int phx_remote_send_now(phx_comm *comm, const void *data, const struct phx_end *
 
 /* -- receiving --------------------------------------------------------------------------------------------------- */
 
-/* Begin with the next message if its front is there: 1. 0 if it is not, if there is no receive for it, or at the end. */
+/* Begin with the next message if its front is there: 1. 0 if it is not, if there is no receive for it, or at the
+ * end. */
 static int begin_arrival(phx_comm *comm, uint32_t src)
 {
     struct phx_stream *stream = &comm->mail->streams[src];
@@ -223,7 +224,7 @@ static int begin_arrival(phx_comm *comm, uint32_t src)
     if (!message)
         return 0;
     remote->from += size;
-    if (!phx_mail_agrees(comm, message, &header->sent, front.line)) {
+    if (!phx_mail_agrees(comm, message, src, &header->sent, front.line)) {
         end_in(remote, PHX_CUT); /* the group breaks */
         return 0;
     }
@@ -277,7 +278,8 @@ static void expect_bytes(struct phx_remote *remote, int enough)
         remote->enough = enough;
 }
 
-/* Have ready.c look after what comes. Its thread is woken for a good part of a large message, and not for each packet. */
+/* Have ready.c look after what comes. Its thread is woken for a good part of a large message, and not for each
+ * packet. */
 static void watch_in(struct phx_mail *mail, uint32_t rank)
 {
     struct phx_remote *remote = mail->streams[rank].remote;
@@ -483,23 +485,9 @@ void phx_messages_cut(phx_comm *comm)
     pthread_mutex_unlock(&comm->mail->lock);
 }
 
-void phx_remote_let_go(struct phx_mail *mail)
-{
-    for (uint32_t i = 0; i < mail->nreached; i++) {
-        struct phx_remote *remote = mail->streams[mail->reached[i]].remote;
-        if (remote->in >= 0)
-            close(remote->in);
-        if (remote->out >= 0)
-            close(remote->out);
-    }
-}
-
 void phx_remote_free(struct phx_mail *mail)
 {
-    for (uint32_t i = 0; i < mail->nreached; i++) {
-        struct phx_remote *remote = mail->streams[mail->reached[i]].remote;
-        close_one(&remote->in);
-        close_one(&remote->out);
-        free(remote);
-    }
+    phx_remote_end(mail->comm, 0);
+    for (uint32_t i = 0; i < mail->nreached; i++)
+        free(mail->streams[mail->reached[i]].remote);
 }

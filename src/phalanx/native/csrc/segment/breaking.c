@@ -1,34 +1,37 @@
 /* Why a group broke, and what each rank was doing then.
  *
- * The reason is written once, by the rank that wins the exchange of `breaking`. Descriptions are text, which each rank
- * writes only when the group is broken; until then a call costs no more than its call word. */
+ * A rank writes its reason into its own place, and then offers it by an exchange of `breaking`: the first one counts,
+ * and is whole whenever others see it. Descriptions are text, which each rank writes only when the group is broken;
+ * until then a call costs no more than its call word. */
 #define _GNU_SOURCE
 #include "segment/comm.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "system/futex.h"
 
-#define REASON_NS 100000000ull /* how long readers wait for the reason of a break to be written */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the list of open views, and of this process's reasons */
+static phx_comm *opened;
 
 static int break_for(phx_comm *comm, struct phx_breakage reason)
 {
     uint32_t whole = 0;
-    if (atomic_compare_exchange_strong(&comm->header->breaking, &whole, 1)) {
+    int is_first = 0;
+    pthread_mutex_lock(&lock);
+    if (!phx_broken(comm)) {
         reason.rank = comm->rank;
         reason.peer_pid = comm->places[reason.peer].pid;
-        comm->header->breakage = reason;
-        atomic_store_explicit(&comm->header->breaking, 2, memory_order_release);
-        for (uint32_t p = 0; p < comm->size; p++) {
-            phx_wake(phx_low_half(&comm->flags[p].ready));
-            phx_wake(phx_low_half(&comm->flags[p].done));
-            phx_wake(&comm->places[p].bell);
-        }
-        return (int)reason.status;
+        comm->places[comm->rank].breakage = reason;
+        is_first = atomic_compare_exchange_strong(&comm->header->breaking, &whole, comm->rank + 1);
+    }
+    pthread_mutex_unlock(&lock);
+    for (uint32_t p = 0; p < comm->size && is_first; p++) {
+        phx_wake(phx_low_half(&comm->flags[p].ready));
+        phx_wake(phx_low_half(&comm->flags[p].done));
+        phx_wake(&comm->places[p].bell);
     }
     struct phx_breakage why;
     return phx_breakage(comm, &why);
@@ -67,26 +70,9 @@ void phx_abort(phx_comm *comm)
 
 int phx_breakage(const phx_comm *comm, struct phx_breakage *out)
 {
-    /* The reason is there within microseconds, unless its writer has lost its core, or died, in between. */
-    const uint64_t start = phx_now_ns();
-    do {
-        const uint32_t state = atomic_load_explicit(&comm->header->breaking, memory_order_acquire);
-        if (state != 1) {
-            *out = state ? comm->header->breakage : (struct phx_breakage){0}; /* another rank may be writing it */
-            return state == 0 ? PHX_OK : (int)out->status;
-        }
-        sched_yield();
-    } while (phx_now_ns() - start < REASON_NS);
-    for (uint32_t p = 0; p < comm->size; p++) {
-        const enum phx_going how = phx_peer_life(comm, p);
-        if (how > PHX_LEFT) {
-            *out = (struct phx_breakage){
-                .status = PHX_PEER_LOST, .rank = comm->rank, .peer = p, .peer_pid = comm->places[p].pid, .how = how};
-            return PHX_PEER_LOST;
-        }
-    }
-    *out = (struct phx_breakage){.status = PHX_INTERRUPTED, .rank = PHX_NOBODY, .peer = PHX_NOBODY};
-    return PHX_INTERRUPTED;
+    const uint32_t first = atomic_load_explicit(&comm->header->breaking, memory_order_acquire);
+    *out = first ? comm->places[first - 1].breakage : (struct phx_breakage){0};
+    return (int)out->status;
 }
 
 void phx_describe(phx_comm *comm, const char *text)
@@ -113,9 +99,6 @@ uint64_t phx_call_chunk(const phx_comm *comm)
 }
 
 /* -- the end of the process ---------------------------------------------------------------------------------------- */
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the list of views that are open in this process */
-static phx_comm *opened;
 
 /* The views belong to the parent; its threads, which may hold the lock, are not in the child. */
 static void forget_all(void)

@@ -1,13 +1,13 @@
 /* The call word: a hash of a call, so that comparing two ranks' calls is comparing two integers.
  *
- * Its upper part covers everything that must be equal: kind, dtype, operation, root, bytes. Two different calls have the
- * same one once in 2^40. Its lower part is a hash of the shape that the caller computes, or 0 if any shape will do: a
- * shape must be equal only where both ranks care about theirs (a matrix, and not a vector of as many elements). If two
- * call words do not match, the ranks' descriptions say what the calls were (breaking.c). In a group that is a part of a
- * larger one, the upper part covers the call of that one as well (phx_begin_parts()).
+ * Its upper part covers everything that must be equal: kind, dtype, operation, root, bytes. Two different calls have
+ * the same one once in 2^40. Its lower part is a hash of the shape that the caller computes, or 0 if any shape will do:
+ * a shape must be equal only where both ranks care about theirs (a matrix, and not a vector of as many elements). If
+ * two call words do not match, the ranks' descriptions say what the calls were (breaking.c). In a group that is a part
+ * of a larger one, the upper part covers the call of that one as well (phx_begin_parts()).
  *
- * A call without data has no memory, and a call with data must have some: a tensor that only stands for another (torch's
- * wrapper subclasses) has the address NULL. */
+ * A call without data has no memory, and a call with data must have some: a tensor that only stands for another
+ * (torch's wrapper subclasses) has the address NULL. */
 #ifndef PHALANX_CALL_H
 #define PHALANX_CALL_H
 

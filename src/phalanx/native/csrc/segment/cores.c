@@ -25,15 +25,14 @@ void phx_move_apart(phx_comm *comm, uint32_t peer)
         atomic_load_explicit(&comm->flags[peer].cpu, memory_order_relaxed) != (uint32_t)cpu)
         return;
     const uint64_t now = phx_now_ns();
-    cpu_set_t all, others, found;
+    cpu_set_t all, others;
     if (now - moved_ns < MOVE_AGAIN_NS || sched_getaffinity(0, sizeof all, &all))
         return;
     moved_ns = now;
     others = all;
     CPU_CLR(cpu, &others);
-    /* Excluding this core for a moment moves the thread, which then stays where it is. If somebody else has set its cores
-     * meanwhile, those hold; only a change between two of these calls is lost. */
-    if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0 &&
-        sched_getaffinity(0, sizeof found, &found) == 0 && CPU_EQUAL(&found, &others))
+    /* Excluding this core for a moment moves the thread, which then stays where it is. Cores that somebody else sets
+     * between these calls are lost. */
+    if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
         sched_setaffinity(0, sizeof all, &all);
 }

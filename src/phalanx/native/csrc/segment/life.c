@@ -19,11 +19,12 @@ void phx_look(phx_comm *comm, int fd)
         const struct phx_place *place = &comm->places[p];
         if (p == comm->rank)
             continue;
-        if (!phx_process_holds(place->pid, place->fd, fd))
+        if (!phx_process_holds(place->pid, place->fd, fd)) {
             found = UNSEEN + p;
-        else if (phx_process_read(place->pid, &comm->met[p]) != PHX_RUNNING)
-            comm->met[p] = (struct phx_process){0, 0};
-        else if (place->recorder.fd >= 0 && comm->size <= MOST_RECORDERS)
+            continue;
+        }
+        phx_process_read(place->pid, &comm->met[p]);
+        if (phx_sees(comm, p) && place->recorder.fd >= 0 && comm->size <= MOST_RECORDERS)
             comm->recorders[p] = phx_recorder_map(place->pid, &place->recorder);
     }
     atomic_store_explicit(&comm->places[comm->rank].sees, found, memory_order_release);
@@ -70,7 +71,7 @@ enum phx_going phx_peer_life(const phx_comm *comm, uint32_t peer)
     if (told != PHX_HERE || peer == comm->rank)
         return (enum phx_going)told;
     const enum phx_sight sight = phx_process_again(place->pid, &comm->met[peer]);
-    if (sight != PHX_GONE && sight != PHX_EXECED)
+    if (sight == PHX_RUNNING)
         return PHX_HERE;
     /* It may have told between the two looks. */
     told = atomic_load_explicit(&place->going, memory_order_acquire);

@@ -48,12 +48,11 @@
  *             reduced slice before `done`
  * sleepers,   added to by who sleeps     who raises or rings,     too high from then on: each raise makes one needless
  * listening   there, seq_cst             seq_cst                  system call
- * breaking    the first to break the     all, acquire             at 0: the next to notice breaks the group; at 1: after
- *             group: 0 -> 1 by exchange, 1 -> 2 release           100 ms readers look for a process that is gone, and if
- *                                                                 there is none know only that the group is broken; at 2:
- *                                                                 sleepers wake at the end of their slice
- * breakage    the same rank, between     all, once `breaking` is  as `breaking`. Sites in it name texts of recorders,
- *             the two stores             2, acquire               which were written before `breaking` or `head`
+ * breakage    the rank, before it        all, once `breaking`     as `breaking`. Sites in it name texts of recorders,
+ *             offers it in `breaking`    names that rank, acquire which were written before `breaking` or `head`
+ * breaking    the first to break the     all, acquire             before: the next to notice breaks the group; after:
+ *             group: 0 -> rank + 1,                               sleepers wake at the end of their slice
+ *             by exchange
  * described   a thread of the rank:      all, acquire             before 2: the others' errors lack this rank's text
  *             0 -> 1 by exchange, 1 -> 2 release
  * text        that thread, in between    all, once described is 2 as `described`
@@ -89,7 +88,6 @@ struct phx_header {
     uint64_t chunk_bytes, small_bytes, stream_bytes;
     uint8_t cookie[16];
     _Atomic uint32_t breaking, crossed;
-    struct phx_breakage breakage;
 };
 
 /* One for each rank: what the others read in every collective, in one cache line. */
@@ -109,6 +107,7 @@ struct phx_place {
     _Alignas(PHX_LINE) uint32_t pid; /* as the rank's own /proc counts */
     int32_t fd;
     struct phx_recorder_file recorder;
+    struct phx_breakage breakage;
     _Atomic uint32_t sees, going, described;
     char text[PHX_TEXT];
 };

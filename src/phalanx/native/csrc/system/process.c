@@ -30,7 +30,7 @@ static enum phx_sight ask_kill(uint32_t pid, int hidden)
 {
     if (hidden && phx_own_pid() != (uint32_t)getpid())
         return PHX_GONE;
-    return kill((pid_t)pid, 0) == 0 || errno != ESRCH ? PHX_OUT_OF_SIGHT : PHX_GONE;
+    return kill((pid_t)pid, 0) == 0 || errno != ESRCH ? PHX_RUNNING : PHX_GONE;
 }
 
 static uint64_t mixed(uint64_t hash, uint64_t value)
@@ -42,6 +42,7 @@ static uint64_t mixed(uint64_t hash, uint64_t value)
 enum phx_sight phx_process_read(uint32_t pid, struct phx_process *process)
 {
     char path[32], text[1024];
+    *process = (struct phx_process){0, 0};
     snprintf(path, sizeof path, "/proc/%u/stat", pid);
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
     const ssize_t length = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
@@ -75,7 +76,7 @@ enum phx_sight phx_process_again(uint32_t pid, const struct phx_process *known)
     const enum phx_sight sight = phx_process_read(pid, &now);
     if (sight != PHX_RUNNING)
         return sight;
-    if (known->start_time && known->start_time != now.start_time)
+    if (known->start_time && now.start_time && known->start_time != now.start_time)
         return PHX_GONE;
     return known->image && now.image && known->image != now.image ? PHX_EXECED : PHX_RUNNING;
 }

@@ -13,9 +13,8 @@ struct phx_process {
 };
 
 enum phx_sight {
-    PHX_RUNNING,
-    PHX_GONE,        /* it has ended (a zombie has), or there is none of this pid */
-    PHX_OUT_OF_SIGHT, /* it exists, and nothing more can be found out */
+    PHX_RUNNING,      /* or it exists, and nothing more can be found out: then it is read as zeros */
+    PHX_GONE,         /* it has ended (a zombie has), or there is none of this pid */
     PHX_EXECED,       /* it runs another program than before (exec) */
 };
 

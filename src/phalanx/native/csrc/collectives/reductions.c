@@ -1,27 +1,32 @@
-/* All-reduce and reduce in shared memory; on every path the result is taken in rank order.
+/* All-reduce, reduce and reduce-scatter in shared memory; on every path the result is taken in rank order.
  *
- * Small (at most small_bytes over all ranks): every rank puts in its whole input, waits for the others and combines
- * all slots. One synchronisation; p * n bytes read per rank (by the root alone for a reduce).
+ * Small (at most small_bytes over all ranks): every rank puts in its whole input, waits for the others and combines all
+ * slots. One synchronisation; p * n bytes read per rank (by the root alone for a reduce).
  *
- * Otherwise, chunk by chunk (the reduce-scatter and all-gather of Rabenseifner 2004, without its messages): rank r is
- * the only one to reduce slice r. It puts in only what the others reduce, combines slice r of the others' slots with
- * its own input, leaves the result in its slot and its output, and copies out the others' slices (for a reduce only the
+ * Large, chunk by chunk (the reduce-scatter and all-gather of Rabenseifner 2004, without its messages): rank r is the
+ * only one to reduce slice r. It puts in only what the others reduce, combines slice r of the others' slots with its
+ * own input, leaves the result in its slot and its output, and copies out the others' slices (for a reduce only the
  * root does). Two synchronisations per chunk; each rank copies 2 (p-1)/p * n bytes and reads n while reducing.
  *
- * A tensor in shared memory (phx_share_memory()) stays where it is: the others read it there instead of in its rank's slots, and
- * its rank leaves slice r in it. Each rank decides that for its own tensor, and `tensor` in its place tells the others.
- * Such a call has one more synchronisation at its end, since others may still be reading. */
+ * A tensor in shared memory (phx_share_memory()) stays where it is: the others read it there instead of in its rank's
+ * slots, and its rank leaves slice r in it. Each rank decides that for its own tensor, and `tensor` in its place tells
+ * the others. Such a call has one more synchronisation at its end, since others may still be reading.
+ *
+ * Reduce-scatter: every rank puts the blocks of the others into its slot, a share each, and reduces its own block from
+ * its input and the others' slots. One synchronisation per piece; each rank copies (p-1) * n bytes in and reads p *
+ * n. */
 #include "collectives/kernels.h"
 #include "collectives/pipeline.h"
 
 #define BLOCK 8192u /* bytes reduced before they are copied to the output: still in the first-level cache */
 
 struct reduction {
-    const char *in;
-    char *out; /* NULL on ranks that do not get the result */
+    const char *in;         /* of a reduce-scatter the rank's own block */
+    char *out;              /* NULL on ranks that do not get the result */
     uint64_t nbytes;
     phx_reduce_fn reduce;
     size_t element;
+    const void *const *ins; /* of a reduce-scatter: a block for each rank */
 };
 
 /* -- small ------------------------------------------------------------------------------------------------------ */
@@ -84,7 +89,8 @@ static const char *piece_of(const phx_comm *comm, uint32_t p, uint64_t at, uint6
     return comm->tensors[p] ? comm->tensors[p] + at : phx_slot(comm, p, chunk);
 }
 
-/* After the last piece: wait until nobody reads a tensor any more, if somebody did. Returns how many chunks that took. */
+/* After the last piece: wait until nobody reads a tensor any more, if somebody did. Returns how many chunks that
+ * took. */
 static int end_reading(phx_comm *comm, uint64_t chunk, uint64_t call, uint64_t *chunks)
 {
     for (uint32_t p = 0; p < comm->size; p++)
@@ -174,6 +180,38 @@ static int reduce_and_copy_slices(phx_comm *comm, void *job, uint64_t i, uint64_
     return status || !call->out ? status : copy_others_slices(comm, call, at, length, chunk);
 }
 
+/* -- reduce-scatter ------------------------------------------------------------------------------------------------ */
+
+static void put_others_blocks(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
+{
+    const struct reduction *call = job;
+    const uint64_t step = phx_share(comm), at = i * step, length = phx_piece(call->nbytes, at, step);
+    for (uint32_t p = 0; p < comm->size; p++)
+        if (p != comm->rank)
+            phx_copy_in(comm, phx_share_at(comm, comm->rank, p, chunk), (const char *)call->ins[p] + at, length);
+}
+
+static int reduce_own_block(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
+{
+    const struct reduction *call = job;
+    const uint64_t step = phx_share(comm), at = i * step, length = phx_piece(call->nbytes, at, step);
+    char result[BLOCK]; /* the output may be the input's own block, which must stay whole until it is read */
+    const int status = phx_wait_all_ready(comm, chunk);
+    if (status)
+        return status;
+    for (uint64_t b = 0; b < length; b += BLOCK) {
+        const uint64_t block = phx_piece(length, b, BLOCK);
+        for (uint32_t p = 0; p < comm->size; p++)
+            comm->inputs[p] = p == comm->rank ? call->in + at + b : phx_share_at(comm, p, comm->rank, chunk) + b;
+        call->reduce(result, comm->inputs, comm->size, block / call->element);
+        memcpy(call->out + at + b, result, block);
+    }
+    for (uint32_t p = 0; p < comm->size; p++)
+        if (p != comm->rank)
+            phx_moved(comm, PHX_ADDED, phx_share_at(comm, p, comm->rank, chunk), length);
+    return PHX_OK;
+}
+
 /* -- calls ------------------------------------------------------------------------------------------------------ */
 
 static int reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op, uint64_t call)
@@ -181,7 +219,7 @@ static int reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uin
     const struct phx_steps small = {put_whole, reduce_whole};
     const struct phx_steps large = {put_others_slices, reduce_and_copy_slices};
     const size_t element = phx_dtype_bytes(dtype);
-    struct reduction job = {in, out, count * element, phx_reduce_kernel(op, dtype), element};
+    struct reduction job = {in, out, count * element, phx_reduce_kernel(op, dtype), element, NULL};
     if (!job.reduce || phx_lacks_memory(in, job.nbytes))
         return PHX_BAD_ARGUMENT;
     if (job.nbytes * comm->size <= comm->small_bytes && job.nbytes <= comm->chunk_bytes)
@@ -212,4 +250,16 @@ int phx_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32
         return PHX_BAD_ARGUMENT;
     const uint64_t call = phx_call(PHX_REDUCE, dtype, op, root, count, shape);
     return reduce(comm, in, comm->rank == root ? out : NULL, count, dtype, op, call);
+}
+
+int phx_reduce_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t count, uint32_t dtype, uint32_t op,
+                       uint64_t shape)
+{
+    const struct phx_steps steps = {put_others_blocks, reduce_own_block};
+    const size_t element = phx_dtype_bytes(dtype);
+    struct reduction job = {ins[comm->rank], out, count * element, phx_reduce_kernel(op, dtype), element, ins};
+    if (!job.reduce || phx_lacks_memory(out, count) || phx_any_lacks_memory(ins, comm->size, count))
+        return PHX_BAD_ARGUMENT;
+    const uint64_t call = phx_call(PHX_REDUCE_SCATTER, dtype, op, 0, count, shape);
+    return phx_pass_call(comm, phx_pieces(job.nbytes, phx_share(comm)), call, steps, &job);
 }
