@@ -59,7 +59,7 @@ from phalanx.rpc.links.shared import SharedHub
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.network import answer_of
-from phalanx.rpc.typed import decode_call, encode_call
+from phalanx.rpc.typed import Signature
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.transports.shm import tuning
 from phalanx.wire.framing import PREFIX_BYTES, Malformed
@@ -229,11 +229,10 @@ def of_workers() -> Iterator[Parser]:
     named = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # all of which Connections refuses
     yield Parser("the claim of a worker", [fields], lambda data: Member.from_claim(json.loads(data)), named)
 
-    head, buffers = encode_call(example, (torch.ones(3), 2, ["a", "b"]), {"scale": 2.0})
+    signature = Signature(example)
+    head, buffers = signature.encode((torch.ones(3), 2, ["a", "b"]), {"scale": 2.0})
     failure = Failure(b"", "ValueError", "a text", "a traceback").encode()
-    yield Parser(
-        "a call without pickle", [bytes(head)], lambda data: decode_call(example, data, buffers), (EncodingError,)
-    )
+    yield Parser("a call without pickle", [bytes(head)], lambda data: signature.decode(data, buffers), (EncodingError,))
     yield Parser("the failure of a call", [failure], Failure.decode, (EncodingError,))
 
     hub = SharedHub.__new__(SharedHub)

@@ -21,9 +21,8 @@ from torch._C._distributed_c10d import Store
 from phalanx.diagnosis.call_site import capture
 from phalanx.diagnosis.stacks import Mark
 from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
-from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
-from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
+from phalanx.rpc.codec import FACTS, NUMBER, PICKLED, Codec, receiving, sending
 from phalanx.rpc.connections import Connections, Unreached
 from phalanx.rpc.departures import Departures
 from phalanx.rpc.future import Future
@@ -212,7 +211,7 @@ class Agent:
         """
         self._require_open()
         self._require_allowed(codec, asked or service)
-        (head, buffers), kept = in_transit.sending(codec.encode, value)
+        (head, buffers), kept = sending(codec.encode, value)
         return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
 
     def request_encoded(
@@ -228,7 +227,7 @@ class Agent:
         made: Callable[[Any], Any] | None = None,
         codec: Codec = PICKLED,
     ) -> Future[Any]:
-        """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``in_transit.py``."""
+        """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``codec.py``."""
         self._require_open()
         self._require_allowed(codec, asked or service)
         return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
@@ -417,7 +416,7 @@ class Agent:
                 self._handlers.run(self._send_receipt, link, message.call, False)
             return
         try:
-            value, to_settle = in_transit.receiving(call.decode, message)
+            value, to_settle = receiving(call.decode, message)
         except Exception as error:
             call.future.set_exception(error)
             if wants_receipt:

@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.diagnosis.call_site import CallSite, shown, text_of
 from phalanx.diagnosis.stacks import publish
 from phalanx.errors import CallTimeout, ClosedError, WorkerLost
-from phalanx.rpc.codecs import Codec
+from phalanx.rpc.codec import Codec
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import Link
@@ -46,7 +46,7 @@ class Call:
         made: makes the future's value of the answer.
         codec: how the answer is read.
         began: when.
-        kept: what the callee relies on until it answers; see ``in_transit.py``.
+        kept: what the callee relies on until it answers; see ``codec.py``.
         note_at: the time at which the user is told that it takes long.
         nbytes: of its arguments, as far as they count for the room of its worker.
         is_seen: the launcher knows of it, as of all that are under way for a second.

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 
 from phalanx.errors import EncodingError
-from phalanx.rpc.encoding import decode, encode
+from phalanx.rpc.codec import decode, encode
 from phalanx.rpc.members import Member
 
 __all__ = ["Failure", "RemoteError", "RemoteTraceback"]

@@ -22,7 +22,7 @@ from phalanx.diagnosis.call_site import shown
 from phalanx.diagnosis.stacks import is_there, place_of
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
 from phalanx.rpc.calls import Call
-from phalanx.rpc.codecs import FACTS
+from phalanx.rpc.codec import FACTS
 from phalanx.rpc.connections import Connections, Unreached
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member, Members

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from phalanx.errors import ArgumentError, EncodingError
 from phalanx.rpc import session, verbs
 from phalanx.rpc.agent import Agent, Incoming
-from phalanx.rpc.codecs import Codec
+from phalanx.rpc.codec import Codec
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.wrong_arguments import require

@@ -14,9 +14,8 @@ from typing import Any
 
 from phalanx.diagnosis.call_site import running_at
 from phalanx.errors import PhalanxError
-from phalanx.rpc import in_transit
 from phalanx.rpc.backlog import Backlog
-from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
+from phalanx.rpc.codec import FACTS, NUMBER, PICKLED, Codec, Kept, receiving, sending
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
@@ -89,7 +88,7 @@ class Serving:
         self._under_way: dict[tuple[int, int], Incoming] = {}  # by caller and number, in the order in which they came
         # Calls that were given up before they had come, oldest first: a cancellation overtakes a large request.
         self._given_up_early: dict[tuple[int, int], None] = {}
-        self._kept: dict[tuple[int, int], list[in_transit.Kept]] = {}  # what the receivers of answers rely on
+        self._kept: dict[tuple[int, int], list[Kept]] = {}  # what the receivers of answers rely on
         self.add(CANCEL, self._on_cancel, quick=True, codec=NUMBER)
         self.add(RECEIPT, self._on_receipt, quick=True, codec=NUMBER)
         self.add(PROGRESS, self._on_progress, quick=True, codec=FACTS)
@@ -157,7 +156,7 @@ class Serving:
                     f"this worker unpickles nothing (rpc.init(typed_only=True)), so it refuses "
                     f"{message.service!r}. Its typed services can be called: rpc.service(to, name, Interface)"
                 )
-            value, to_settle = in_transit.receiving(codec.decode, message.head, message.buffers)
+            value, to_settle = receiving(codec.decode, message.head, message.buffers)
             for settle in to_settle:
                 settle()
             result = service.handler(incoming, value)
@@ -188,14 +187,14 @@ class Serving:
         if incoming.given_up:
             self._answer_nobody(link, number)
             return
-        kept: list[in_transit.Kept] = []
+        kept: list[Kept] = []
         head: bytes
         buffers: list[memoryview] = []
         try:
             if failed:
-                head, kept = in_transit.sending(_failure, value, codec)
+                head, kept = sending(_failure, value, codec)
             else:
-                (head, buffers), kept = in_transit.sending(codec.encode, value)
+                (head, buffers), kept = sending(codec.encode, value)
         except Exception as error:
             failed = True
             head, buffers = _failure(error, codec), []

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import CallTimeout, ClosedError
-from phalanx.rpc import in_transit, session
+from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Incoming
+from phalanx.rpc.codec import keep
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
@@ -77,7 +78,7 @@ class Offered:
         self._ending.atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        in_transit.keep(self, self._ending.detach)
+        keep(self, self._ending.detach)
         return Coming, (self._number, self._owner)
 
 

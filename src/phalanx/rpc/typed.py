@@ -21,11 +21,9 @@ import msgspec
 import torch
 
 from phalanx.errors import ArgumentError, EncodingError
-from phalanx.rpc import rebuilding
-from phalanx.rpc.rebuilding import DTYPE_NAMES, DTYPES, QUANTIZED
-from phalanx.rpc.reducing import elements_of
+from phalanx.rpc.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, contiguous, device_here, elements_of, empty
 
-__all__ = ["Signature", "decode_call", "encode_call", "typed_decode", "typed_encode"]
+__all__ = ["Signature", "typed_decode", "typed_encode"]
 
 TENSOR = 1  # the number of tensors among msgpack's extensions
 
@@ -178,23 +176,6 @@ class Signature:
         return bound
 
 
-def encode_call(
-    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
-) -> tuple[bytes, list[memoryview]]:
-    """A call of a function as a message: :meth:`Signature.encode`, with the signature read once."""
-    return _signature(function).encode(arguments, options)
-
-
-def decode_call(
-    function: Callable[..., Any], head: bytes | memoryview, buffers: Sequence[memoryview]
-) -> inspect.BoundArguments:
-    """The arguments of a call that has arrived: :meth:`Signature.decode`, with the signature read once."""
-    return _signature(function).decode(head, buffers)
-
-
-_signature = functools.lru_cache(maxsize=1024)(Signature)
-
-
 class _Arriving(threading.local):
     buffers: Sequence[memoryview] = ()
 
@@ -238,13 +219,13 @@ def _extension(code: int, data: memoryview) -> torch.Tensor:
     index, dtype, shape, device, wants_gradient = _description.decode(data)
     if index == -1:
         order = tuple(math.prod(max(count, 1) for count in shape[at + 1 :]) for at in range(len(shape)))
-        tensor = rebuilding.empty(dtype, shape, order, "", 0)
+        tensor = empty(dtype, shape, order, False)
     elif not 0 <= index < len(_arriving.buffers):
         raise EncodingError.damaged(f"a tensor in buffer {index} of {len(_arriving.buffers)}")
     else:
-        tensor = rebuilding.contiguous(_arriving.buffers[index], dtype, *shape)
+        tensor = contiguous(_arriving.buffers[index], dtype, *shape)
     if device:
-        tensor = tensor.to(rebuilding.device_here(device))
+        tensor = tensor.to(device_here(device))
     return tensor.requires_grad_() if wants_gradient else tensor
 
 

@@ -14,11 +14,11 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from phalanx.errors import ArgumentError, WorkerLost
-from phalanx.rpc import in_transit, session, streams
+from phalanx.rpc import session, streams
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
 from phalanx.rpc.autograd.contexts import contexts
-from phalanx.rpc.codecs import pickled_parts
+from phalanx.rpc.codec import pickled_parts, sending
 from phalanx.rpc.failure import RemoteTraceback
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
@@ -140,7 +140,7 @@ def each(
         group = [member for member in agent.members() if member != agent.me]
     if contexts.current() is not None:  # each worker's part of the graph has edges of its own
         return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
-    (head, buffers), kept = in_transit.sending(ASKED.encode, (function, args, kwargs))
+    (head, buffers), kept = sending(ASKED.encode, (function, args, kwargs))
     name, made = name_of(function), partial(streams.received, timeout_s=timeout_s)
     with contextlib.closing(SentToMany(buffers)) as shared:
         return [
