@@ -226,8 +226,8 @@ def of_workers() -> Iterator[Parser]:
     yield Parser("a message in shared memory", [image], boxed, (Damaged,))
 
     fields = as_bytes(**asdict(Member("worker1", 1, "h1", 4242, 3, "10.0.0.1", 4000)))
-    named = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # all of which Connections refuses
-    yield Parser("the claim of a worker", [fields], lambda data: Member.from_claim(json.loads(data)), named)
+    claim = msgspec.json.Decoder(Member)
+    yield Parser("the claim of a worker", [fields], claim.decode, (msgspec.MsgspecError, UnicodeDecodeError))
 
     signature = Signature(example)
     head, buffers = signature.encode((torch.ones(3), 2, ["a", "b"]), {"scale": 2.0})

@@ -17,7 +17,6 @@ import inspect
 from phalanx.rpc.autograd.engine import backward, context, get_gradients
 from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
-from phalanx.rpc.listing import describe, workers
 from phalanx.rpc.members import Member
 from phalanx.rpc.network import EncryptionMismatch
 from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
@@ -25,7 +24,7 @@ from phalanx.rpc.parameter_server.trainer import Parameters, parameters
 from phalanx.rpc.services import serve, service
 from phalanx.rpc.session import init, shutdown
 from phalanx.rpc.verbs import call, each, start
-from phalanx.rpc.watching import Watch, watch
+from phalanx.rpc.watching import Watch, describe, watch, workers
 from phalanx.wrong_arguments import explained
 
 __all__ = [

@@ -22,12 +22,12 @@ from phalanx.diagnosis.call_site import capture
 from phalanx.diagnosis.stacks import Mark
 from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
 from phalanx.rpc.calls import Call, Calls
-from phalanx.rpc.codec import FACTS, NUMBER, PICKLED, Codec, receiving, sending
+from phalanx.rpc.codec import NUMBER, PICKLED, Codec, receiving, sending
 from phalanx.rpc.connections import Connections, Unreached
 from phalanx.rpc.departures import Departures
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
-from phalanx.rpc.inquiry import LONG_S, NEIGHBOUR, Finding, Inquiries, on_neighbour, place_name, tell_of_long
+from phalanx.rpc.inquiry import LONG_S, Finding, Inquiries, place_name, tell_of_long
 from phalanx.rpc.links.contract import Link, LinkEnded
 from phalanx.rpc.members import LEFT, Departure, Member, Members, shared_key
 from phalanx.rpc.message import Kind, Message
@@ -100,8 +100,7 @@ class Agent:
             self._handlers.close()
             self._members.close()
             raise
-        self.inquiries = Inquiries(self._connections, self._members, self.request)
-        self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
+        self.inquiries = Inquiries(self._connections, self.request)
         self._mark: Mark | None = None
         try:
             self.me = self._members.new(name, rank, self._pid, address, self._connections.port)

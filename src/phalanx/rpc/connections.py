@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
+import msgspec
+
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.own import OwnLink
 from phalanx.rpc.links.shared import SharedHub, SharedLink
@@ -244,8 +246,8 @@ class Connections:
             if following is None:
                 return
             session, verdict = following
-            peer, to, offer = Member.from_claim(claim["me"]), claim["to"], str(claim["offer"]).encode()
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            peer, to, offer = msgspec.convert(claim["me"], Member), claim["to"], str(claim["offer"]).encode()
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError, msgspec.MsgspecError):
             arrival.sock.close()
             return
         if me is None or self._closed or to != me.incarnation:

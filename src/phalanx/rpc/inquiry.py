@@ -5,8 +5,7 @@ A call whose time is over, or that takes long, is looked into on a thread of its
 1. The kernel of this host knows at once whether a process here is stopped.
 2. The worker is asked how far the calls have come. That takes no handler there, only a thread that can run Python.
 3. If it does not answer and is on this host, something holds its interpreter. Its place in the program is found from
-   outside (``diagnosis/stacks.py``).
-4. If it is on another host, another worker of that host is asked to look at it.
+   outside (``diagnosis/stacks.py``). Of another host no more can be said.
 
 All calls to one worker whose time is over together are one inquiry.
 """
@@ -25,19 +24,16 @@ from phalanx.rpc.calls import Call
 from phalanx.rpc.codec import FACTS
 from phalanx.rpc.connections import Connections, Unreached
 from phalanx.rpc.future import Future
-from phalanx.rpc.members import Member, Members
-from phalanx.rpc.serving import PROGRESS, Incoming
+from phalanx.rpc.members import Member
+from phalanx.rpc.serving import PROGRESS
 from phalanx.system.processes import state_of
 from phalanx.words import format_count, tell
 
-__all__ = ["LONG_S", "NEIGHBOUR", "Finding", "Inquiries", "on_neighbour", "place_name", "tell_of_long"]
+__all__ = ["LONG_S", "Finding", "Inquiries", "place_name", "tell_of_long"]
 
-NEIGHBOUR = "neighbour"
 LONG_S = 60.0  # after which a call takes long
 # How long a worker may take to answer: this part of the time that a call had, within these limits.
 _PART, _LEAST_S, _MOST_S = 0.1, 0.25, 1.0
-_NEIGHBOUR_S = 1.0
-_MOST_NEIGHBOURS = 2
 _SILENT_S = 0.4  # a host acknowledges much sooner
 _MOST_ASKED = 3
 _MOST = 32  # inquiries at a time; what comes beyond is not looked into
@@ -65,14 +61,6 @@ def place_name(member: Member) -> str:
     return f"phalanx-rpc-{member.incarnation}-{member.port}"
 
 
-def on_neighbour(incoming: Incoming, asked: dict[str, Any]) -> dict[str, str]:
-    """Look at a process of this host for a worker of another; an empty answer if it is not the one that is meant."""
-    pid, name = int(asked["pid"]), str(asked["name"])
-    if not name.startswith("phalanx-rpc-") or not is_there(pid, name):
-        return {}
-    return {"process": state_of(pid), "at": place_of(pid, name)}
-
-
 def tell_of_long(calls: list[Call], findings: list[Finding]) -> None:
     """Tell the user of calls to one worker that take long: of the oldest, with how many others there are."""
     call, finding = min(zip(calls, findings, strict=True), key=lambda pair: pair[0].began)
@@ -85,12 +73,11 @@ class Inquiries:
 
     Args:
         connections: the ways to the others.
-        members: who there is.
         request: asks a worker for a service (``Agent.request``).
     """
 
-    def __init__(self, connections: Connections, members: Members, request: Callable[..., Future[Any]]) -> None:
-        self._connections, self._members, self._request = connections, members, request
+    def __init__(self, connections: Connections, request: Callable[..., Future[Any]]) -> None:
+        self._connections, self._request = connections, request
         self._threads: set[threading.Thread] = set()
 
     def begin(self, calls: Sequence[Call], then: Callable[[list[Call], list[Finding]], None]) -> None:
@@ -190,19 +177,6 @@ class Inquiries:
         """What can be found out about a worker that answers no question."""
         if pid := self._pid_here(member):
             return _held(state_of(pid), place_of(pid, place_name(member)))
-        neighbours = [
-            other
-            for other in self._members.beside({member.incarnation})
-            if other.host == member.host and member.host != self._connections.host
-        ]
-        for other in neighbours[:_MOST_NEIGHBOURS]:
-            asked = {"pid": member.pid, "name": place_name(member)}
-            with contextlib.suppress(PhalanxError, *Unreached):
-                seen = self._request(
-                    other, NEIGHBOUR, asked, _NEIGHBOUR_S, asked="to look at another process", codec=FACTS
-                ).wait()
-                if seen:
-                    return _stopped(member, seen["process"]) or _held(seen["process"], seen["at"])
         return Finding(
             "silent",
             f"It has not said within {patience_s:g} s what it does, though its host answers: its process is stopped, "

@@ -196,7 +196,7 @@ def init(
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
     own_name = name or f"worker{rank}"
-    meeting = find_meeting(store, rank, size, lambda missing: wait_for(missing, wait_s, "for rpc.init() of", size))
+    meeting = find_meeting(store, rank, size)
     made = begin(meeting.store, own_name, rank, address, timeout_s, **how)
     in_vain = True
     try:
