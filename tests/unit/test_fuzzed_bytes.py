@@ -52,13 +52,13 @@ from phalanx.membership.store_protocol import pack as pack_request
 from phalanx.membership.table import Table
 from phalanx.membership.torch_door import TorchConversation
 from phalanx.native.core import RECORDER_BYTES
+from phalanx.rpc import connections
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.links.image import Box, Damaged, pack, received
 from phalanx.rpc.links.shared import SharedHub
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
-from phalanx.rpc.network import answer_of
 from phalanx.rpc.typed import Signature
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.transports.shm import tuning
@@ -108,6 +108,9 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return os.abort, ()
+
+
+NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)  # all of which Connections refuses
 
 
 def as_bytes(**values: Any) -> bytes:
@@ -225,9 +228,9 @@ def of_workers() -> Iterator[Parser]:
 
     yield Parser("a message in shared memory", [image], boxed, (Damaged,))
 
-    fields = as_bytes(**asdict(Member("worker1", 1, "h1", 4242, 3, "10.0.0.1", 4000)))
-    claim = msgspec.json.Decoder(Member)
-    yield Parser("the claim of a worker", [fields], claim.decode, (msgspec.MsgspecError, UnicodeDecodeError))
+    me = asdict(Member("worker1", 1, "h1", 4242, 3, "10.0.0.1", 4000))
+    claim = as_bytes(me=me, to=4, offer="{}", exchange="00" * 32)
+    yield Parser("the claim of a worker", [claim], msgspec.json.Decoder(connections.Claim).decode, NOT_READ)
 
     signature = Signature(example)
     head, buffers = signature.encode((torch.ones(3), 2, ["a", "b"]), {"scale": 2.0})
@@ -251,9 +254,9 @@ def of_workers() -> Iterator[Parser]:
         return taken or None
 
     offer = as_bytes(pid=4242, channel=5, cookie="00" * 16, place=7, place_cookie="ff" * 16)
-    answers = [as_bytes(shared=1), as_bytes(refused="another worker is at its address")]
+    answers = [as_bytes(shared=True), as_bytes(refused="another worker is at its address")]
     yield Parser("the offer of shared memory", [offer], offered)
-    yield Parser("the answer of a worker", answers, answer_of, (ConnectionAbortedError,))
+    yield Parser("the answer of a worker", answers, msgspec.json.Decoder(connections.Verdict).decode, NOT_READ)
 
 
 def of_memory() -> Iterator[Parser]:

@@ -15,10 +15,10 @@ This script runs by ``phalanx run -n 2 script.py``::
 import inspect
 
 from phalanx.rpc.autograd.engine import backward, context, get_gradients
+from phalanx.rpc.connections import EncryptionMismatch
 from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
 from phalanx.rpc.members import Member
-from phalanx.rpc.network import EncryptionMismatch
 from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
 from phalanx.rpc.parameter_server.trainer import Parameters, parameters
 from phalanx.rpc.services import serve, service

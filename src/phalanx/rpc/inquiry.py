@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from phalanx.diagnosis.call_site import shown
 from phalanx.diagnosis.stacks import is_there, place_of
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
-from phalanx.rpc.calls import Call
 from phalanx.rpc.codec import FACTS
 from phalanx.rpc.connections import Connections, Unreached
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.rpc.peer import Call
 from phalanx.rpc.serving import PROGRESS
 from phalanx.system.processes import state_of
 from phalanx.words import format_count, tell

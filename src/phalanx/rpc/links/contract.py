@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx.errors import EncodingError
 from phalanx.rpc.message import Message
 from phalanx.words import format_gib
 
-__all__ = ["Link", "LinkEnded", "Receiver"]
+if TYPE_CHECKING:
+    from phalanx.rpc.peer import Peer
+
+__all__ = ["Link", "LinkEnded", "OwnLink", "Receiver"]
 
 
 class Receiver(Protocol):
@@ -52,6 +55,7 @@ class Link(ABC):
     MOST_BUFFERS = (1 << 32) - 1
 
     name: str  # which way it is, for people: ``shared memory``, ``tcp``
+    peer: Peer | None = None  # at the other end, from when the agent knows the link to its end
 
     @abstractmethod
     def send(self, message: Message, timeout_s: float) -> None:
@@ -112,3 +116,31 @@ class Link(ABC):
 
 class LinkEnded(Exception):
     """The other process is gone, or the way to it. Its text says how that was noticed."""
+
+
+class OwnLink(Link):
+    """Messages to oneself. They are encoded as others are, so that a call has the same meaning wherever it runs.
+
+    Args:
+        receiver: takes what is sent.
+    """
+
+    name = "itself"
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._closed = False
+
+    def send(self, message: Message, timeout_s: float) -> None:
+        """See :class:`Link`."""
+        if self._closed:
+            raise LinkEnded("this process has closed it")
+        copies = [memoryview(bytearray(buffer)) for buffer in message.buffers]
+        copy = Message(message.kind, message.call, message.service, bytes(message.head), copies)
+        self._receiver.deliver(self, copy, may_block=False)
+
+    def close(self) -> None:
+        """See :class:`Link`."""
+        if not self._closed:
+            self._closed = True
+            self._receiver.ended(self, "this process has closed it")
