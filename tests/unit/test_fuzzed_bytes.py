@@ -55,8 +55,7 @@ from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc import connections
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.links.contract import Link
-from phalanx.rpc.links.image import Box, Damaged, pack, received
-from phalanx.rpc.links.shared import SharedHub
+from phalanx.rpc.links.shared import Box, Damaged, SharedHub, pack, received
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.typed import Signature

@@ -300,7 +300,8 @@ class Connections:
         try:
             patience_s = max(0.05, min(DIAL_S, until - time.monotonic()))
             try:
-                line, said = self._dial_out(member, Claim(me=me, to=member.incarnation, offer=offer.decode()), patience_s)
+                claim = Claim(me=me, to=member.incarnation, offer=offer.decode())
+                line, said = self._dial_out(member, claim, patience_s)
             except ConnectionRefusedError as error:
                 self._found_gone(member)
                 raise LinkEnded("nothing listens at its address any more") from error
