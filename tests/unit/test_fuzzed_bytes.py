@@ -54,11 +54,10 @@ from phalanx.membership.torch_door import TorchConversation
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc import connections
 from phalanx.rpc.failure import Failure
-from phalanx.rpc.links.contract import Link
+from phalanx.rpc.links.contract import Kind, Link, Message
 from phalanx.rpc.links.shared import Box, Damaged, SharedHub, pack, received
 from phalanx.rpc.members import Member
-from phalanx.rpc.message import Kind, Message
-from phalanx.rpc.typed import Signature
+from phalanx.rpc.services import Signature
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.transports.shm import tuning
 from phalanx.wire.framing import PREFIX_BYTES, Malformed

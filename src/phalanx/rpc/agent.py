@@ -24,9 +24,8 @@ from phalanx.rpc.connections import Connections, EncryptionMismatch, Unreached
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.inquiry import LONG_S, Finding, Inquiries, place_name, tell_of_long
-from phalanx.rpc.links.contract import Link, LinkEnded
+from phalanx.rpc.links.contract import Kind, Link, LinkEnded, Message
 from phalanx.rpc.members import LEFT, Departure, Member, Members, shared_key
-from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.peer import Call, Calls
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
 from phalanx.system.threads import within

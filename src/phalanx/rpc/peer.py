@@ -17,9 +17,8 @@ from phalanx.errors import CallTimeout, ClosedError, WorkerLost
 from phalanx.rpc.codec import Codec, Kept
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
-from phalanx.rpc.links.contract import Link
+from phalanx.rpc.links.contract import Kind, Link, Message
 from phalanx.rpc.members import Member
-from phalanx.rpc.message import Kind, Message
 from phalanx.system.threads import start
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ from phalanx.rpc.codec import FACTS, NUMBER, PICKLED, Codec, Kept, receiving, se
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
-from phalanx.rpc.links.contract import Link, LinkEnded
+from phalanx.rpc.links.contract import Kind, Link, LinkEnded, Message
 from phalanx.rpc.members import Member
-from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.peer import Peer
 from phalanx.words import tell
 

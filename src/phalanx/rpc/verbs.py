@@ -21,8 +21,8 @@ from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.codec import pickled_parts, sending
 from phalanx.rpc.failure import RemoteTraceback
 from phalanx.rpc.future import Future
+from phalanx.rpc.links.contract import SentToMany
 from phalanx.rpc.members import Member
-from phalanx.rpc.message import SentToMany
 from phalanx.system import threads
 
 __all__ = ["ASKED", "CALL", "Asked", "call", "each", "name_of", "perform", "refuse_timeout", "start"]

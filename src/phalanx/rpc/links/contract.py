@@ -1,23 +1,102 @@
-"""The contract between the agent of a process (``rpc/agent.py``) and a way to another process.
+"""Messages, and the contract between the agent of a process (``rpc/agent.py``) and a link to another process.
 
-There are two ways: shared memory between processes of one host, and a proven TCP connection. A link belongs to exactly
-two processes, in their present incarnations; when one of them ends, the link ends, and another is made for the next.
+A message is a request, the answer to one, or a notice that nobody answers. It has a head, which ``codec.py`` makes, and
+the memory of tensors beside it, so that a link can hand that on without a copy.
+
+There are two kinds of link beside that to oneself: shared memory between processes of one host, and a proven TCP
+connection. A link belongs to exactly two processes, in their present incarnations; when one of them ends, the link
+ends, and another is made for the next.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_uint64
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.errors import EncodingError
-from phalanx.rpc.message import Message
 from phalanx.words import format_gib
 
 if TYPE_CHECKING:
     from phalanx.rpc.peer import Peer
 
-__all__ = ["Link", "LinkEnded", "OwnLink", "Receiver"]
+__all__ = ["Buffer", "Kind", "Link", "LinkEnded", "Message", "OwnLink", "Receiver", "SentToMany"]
+
+# Memory of a tensor or of another large object: C-contiguous, of bytes. A received one may be written to, and it stays
+# valid as long as the object does.
+Buffer = memoryview
+
+
+class SentToMany(list[Buffer]):
+    """The buffers of messages to several workers, which are the same but for their numbers.
+
+    A way between processes may make one copy of such a message that all receivers read. It is given up with
+    :meth:`close`, when the last message has been sent; receivers keep what they have.
+    """
+
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
+        super().__init__(buffers)
+        self._copies: dict[object, tuple[c_uint64, Callable[[c_uint64], None]]] = {}
+
+    def copy_of(self, owner: object, make: Callable[[c_uint64], None], give_up: Callable[[c_uint64], None]) -> int:
+        """The handle of ``owner``'s copy; 0 if none can be made.
+
+        Args:
+            owner: who can lend the copy.
+            make: makes it if there is none, and writes its handle, which is 0 before. What it returned could be lost: a
+                signal's handler may raise as soon as it has returned.
+            give_up: gives it up, and writes 0 into the handle. May be called again.
+        """
+        if owner not in self._copies:
+            handle = c_uint64()
+            self._copies[owner] = handle, give_up
+            make(handle)
+        return self._copies[owner][0].value
+
+    def close(self) -> None:
+        """Give the copies up."""
+        for handle, give_up in self._copies.values():
+            give_up(handle)
+        self._copies.clear()
+
+
+class Kind(IntEnum):
+    """What a message is for."""
+
+    REQUEST = 1  # run something and answer
+    ANSWER = 2  # what it returned
+    FAILURE = 3  # what it raised
+    NOTICE = 4  # like a request, without an answer: a cancellation, a lease, one item of a stream
+
+
+@dataclass(slots=True)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: what it is for.
+        call: the number of the request, unique among those of the process that made it; an answer has its request's.
+        service: the name of what is asked for (``Agent.serve``); empty in an answer.
+        head: what was pickled, or what the typed encoding wrote.
+        buffers: the memory beside it.
+    """
+
+    kind: Kind
+    call: int
+    service: str
+    head: bytes | memoryview
+    buffers: Sequence[Buffer] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the message has, without what a way between processes adds."""
+        nbytes = len(self.head)
+        for buffer in self.buffers:
+            nbytes += buffer.nbytes
+        return nbytes
 
 
 class Receiver(Protocol):

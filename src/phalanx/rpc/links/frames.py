@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from phalanx.rpc.message import Kind, Message
+from phalanx.rpc.links.contract import Kind, Message
 from phalanx.wire.framing import Malformed
 from phalanx.wire.session import TAG_BYTES, Session
 

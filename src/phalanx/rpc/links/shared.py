@@ -27,8 +27,7 @@ import numpy as np
 
 from phalanx.native.core import Status, library, rpc
 from phalanx.rpc.handlers import IDLE_S, Pool
-from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
-from phalanx.rpc.message import Buffer, Kind, Message, SentToMany
+from phalanx.rpc.links.contract import Buffer, Kind, Link, LinkEnded, Message, Receiver, SentToMany
 from phalanx.system.processes import state_of
 from phalanx.system.threads import AwakeClock
 from phalanx.words import tell

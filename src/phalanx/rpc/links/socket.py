@@ -43,10 +43,9 @@ from functools import partial
 
 from phalanx.native.core import rpc
 from phalanx.rpc.links import frames
-from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
+from phalanx.rpc.links.contract import Kind, Link, LinkEnded, Message, Receiver
 from phalanx.rpc.links.frames import Assembler, layout_of, pieces_of
 from phalanx.rpc.links.readers import Armed, Readers
-from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
 from phalanx.wire.session import TAG_BYTES, Session, sha_is_quicker
 from phalanx.wire.sockets import SILENT_S, Acknowledged, KeepAlive
