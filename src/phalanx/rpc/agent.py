@@ -109,7 +109,7 @@ class Agent:
             raise
 
     def member(self, to: str | int | Member) -> Member:
-        """The newest worker of this name or rank; it may be gone by now.
+        """Return the newest worker of this name or rank; it may be gone by now.
 
         Raises:
             RankError: there has been none.
@@ -117,11 +117,11 @@ class Agent:
         return to if isinstance(to, Member) else self._members.find(to)
 
     def members(self) -> list[Member]:
-        """All living workers, by rank and name."""
+        """Return all living workers, by rank and name."""
         return self._members.all()
 
     def ranks_seen(self) -> set[int]:
-        """The ranks of all workers that have ever come, though some may have gone since."""
+        """Return the ranks of all workers that have ever come, though some may have gone since."""
         return self._members.ranks_seen()
 
     def say_done(self) -> None:
@@ -129,7 +129,7 @@ class Agent:
         self._members.say_done(self.me)
 
     def not_done(self, members: Sequence[Member]) -> list[Member]:
-        """Those workers that are still there, as far as is known, and have not said so."""
+        """Return those workers that are still there, as far as is known, and have not said so."""
         return self._members.not_done(members)
 
     def serve(
@@ -161,15 +161,15 @@ class Agent:
         return forget
 
     def arrivals(self, known: Collection[int]) -> list[Member]:
-        """The workers that the directory has beside those with these numbers, and that have not gone."""
+        """Return the workers that the directory has beside those with these numbers, and that have not gone."""
         return self._members.beside(known)
 
     def known_gone(self) -> list[Member]:
-        """The workers of which this process knows that they are no more; the store is not asked."""
+        """Return the workers of which this process knows that they are no more; the store is not asked."""
         return self._members.known_gone()
 
     def reach(self, member: Member, patience_s: float) -> Departure | None:
-        """Have a link to a worker, so that its end is noticed. How it went; None if it is there or not known."""
+        """Make a link to a worker, so that its end is noticed. Return how it went; None if it is there or not known."""
         peer = self._connections.peer(member)
         try:
             self._connections.link_to(peer, time.monotonic() + patience_s)
@@ -285,7 +285,7 @@ class Agent:
         return future
 
     def overdue(self, future: Future[Any], timeout_s: float) -> CallTimeout | None:
-        """The error for a call that goes on, though this process has waited long enough; None if it is over by now.
+        """Make the error for a call that goes on, though this process has waited long enough; None if it is over.
 
         It asks why, which takes a second or two at most.
         """

@@ -288,7 +288,7 @@ def receiving(decode: Callable[..., T], *arguments: Any) -> tuple[T, list[Callab
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How the values of a service travel. The callee's decodes requests and encodes answers, the caller's the reverse.
+    """Encoding of a service's values. The callee's decodes requests and encodes answers, the caller's the reverse.
 
     Attributes:
         encode: makes a head and buffers of a value.

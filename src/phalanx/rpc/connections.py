@@ -82,7 +82,7 @@ Unreached = (LinkEnded, OSError, NoProof, WrongKey, PassedOn, EncryptionMismatch
 
 
 class Claim(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a worker that dials says of itself.
+    """Claim of a worker that dials.
 
     Attributes:
         ping: 1 if it only asks who listens.
@@ -100,7 +100,7 @@ class Claim(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What the worker that listens answers.
+    """Answer of the worker that listens.
 
     Attributes:
         incarnation: its own, if it was asked who listens.

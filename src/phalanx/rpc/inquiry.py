@@ -1,4 +1,4 @@
-"""Why a worker has not answered: what the kernel knows of it, what it says itself, and what its neighbours see.
+"""Inquiries into calls without an answer: what the kernel knows of the worker, and what it says itself.
 
 A call whose time is over, or that takes long, is looked into on a thread of its own, because that may wait:
 
@@ -40,7 +40,7 @@ _MOST = 32  # inquiries at a time; what comes beyond is not looked into
 
 
 class Finding(NamedTuple):
-    """Why there is no answer.
+    """Reason for a missing answer.
 
     Attributes:
         cause: one of those that ``CallTimeout`` lists.
@@ -57,7 +57,7 @@ UNKNOWN = Finding("", "")
 
 
 def place_name(member: Member) -> str:
-    """By which name other processes of its host know a worker (``diagnosis/stacks.py``)."""
+    """Return the name by which other processes of its host know a worker (``diagnosis/stacks.py``)."""
     return f"phalanx-rpc-{member.incarnation}-{member.port}"
 
 
@@ -108,14 +108,14 @@ class Inquiries:
                 thread.join()
 
     def overdue(self, call: Call, timeout_s: float) -> CallTimeout:
-        """The error for a call that goes on, though its caller has waited for ``timeout_s`` seconds."""
+        """Make the error for a call that goes on, though its caller has waited for ``timeout_s`` seconds."""
         finding = UNKNOWN
         with contextlib.suppress(PhalanxError, *Unreached):
             finding = self.look(call.to, [call.number], _patience_s(timeout_s))[0]
         return call.late(timeout_s, finding.text, finding.cause, finding.at)
 
     def why_not_done(self, members: Sequence[Member]) -> str:
-        """What keeps workers, in sentences; of many, only a few are asked. It takes up to about a second for each."""
+        """Say what keeps workers; of many, only a few are asked. It takes up to about a second for each."""
         sentences = []
         for member in members[:_MOST_ASKED]:
             with contextlib.suppress(PhalanxError, *Unreached):
@@ -124,11 +124,11 @@ class Inquiries:
         return " ".join(sentences)
 
     def of_worker(self, member: Member) -> Finding:
-        """What a worker does, or what has become of it; it takes about a second at most."""
+        """Find out what a worker does, or what has become of it; it takes about a second at most."""
         return self.look(member, [0], _LEAST_S)[0]
 
     def look(self, member: Member, numbers: Sequence[int], patience_s: float) -> list[Finding]:
-        """Why a worker has not answered these calls; it waits for about ``patience_s`` seconds at most."""
+        """Find out why a worker has not answered these calls; it takes about ``patience_s`` seconds at most."""
         if (seen := self._seen(member)) is not None:
             return [seen] * len(numbers)
         try:
@@ -152,7 +152,7 @@ class Inquiries:
             then(group, findings)
 
     def _pid_here(self, member: Member) -> int:
-        """The pid of a worker of this host, as this process sees it; 0 if it cannot see it."""
+        """Return the pid of a worker of this host, as this process sees it; 0 if it cannot see it."""
         link = self._connections.link_now(member)
         pid = int(link.state().get("pid", 0)) if link is not None else 0
         if pid == 0 and member.host == self._connections.host and is_there(member.pid, place_name(member)):
@@ -160,7 +160,7 @@ class Inquiries:
         return pid
 
     def _seen(self, member: Member) -> Finding | None:
-        """What the kernel knows."""
+        """Ask the kernel."""
         link = self._connections.link_now(member)
         silent_s = float(link.state().get("silent_s", 0.0)) if link is not None else 0.0
         if silent_s > _SILENT_S:
@@ -174,7 +174,7 @@ class Inquiries:
         return None
 
     def _silent(self, member: Member, patience_s: float) -> Finding:
-        """What can be found out about a worker that answers no question."""
+        """Find out what can be about a worker that answers no question."""
         if pid := self._pid_here(member):
             return _held(state_of(pid), place_of(pid, place_name(member)))
         return Finding(
@@ -208,7 +208,7 @@ def _held(state: str, at: str) -> Finding:
 
 
 def _told(entry: dict[str, Any]) -> Finding:
-    """What a worker says about one call, or about itself."""
+    """Read what a worker says about one call, or about itself."""
     if "main" in entry:
         at = str(entry["main"])
         return Finding("handler", f"It runs; its main thread is at {shown(at)}." if at else "It runs.", at)

@@ -151,7 +151,7 @@ class Call:
         return self.peer.member
 
     def is_under_way(self) -> bool:
-        """Whether nobody has completed it, or given it up."""
+        """Return whether nobody has completed it, or given it up."""
         return self.number in self.peer.calls
 
     def _help(self, done: Callable[[], bool], timeout_s: float) -> None:

@@ -91,7 +91,7 @@ def serve(name: str, thing: Any, methods: Iterable[str]) -> None:
 
 
 def service(to: str | int | Member, name: str, interface: type[T], *, timeout_s: float | None = None) -> T:
-    """A client of another worker's typed service. Its methods are calls; nothing that comes back is unpickled.
+    """Make a client of another worker's typed service. Its methods are calls; nothing that comes back is unpickled.
 
     ``rpc.start(client, "method", ...)`` begins a call and returns a future, and
     ``rpc.call(client, "method", ..., timeout_s=5)`` gives one call its own timeout.
@@ -162,7 +162,7 @@ class _Client:
 
 
 def _method_of(interface: type, name: str) -> Callable[..., Any]:
-    """A method as it is called, without its first parameter."""
+    """Return a method as it is called, without its first parameter."""
     static = inspect.getattr_static(interface, name, None)
     function = getattr(interface, name, None)
     if static is None or not callable(function):
@@ -214,7 +214,7 @@ _arguments = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
 
 def typed_encode(value: Any) -> tuple[bytes, list[memoryview]]:
-    """A value as bytes, and the memory of its tensors beside them.
+    """Encode a value as bytes, and the memory of its tensors beside them.
 
     Args:
         value: a value of one of the types above. Only the other side checks whether it is of the type expected there.
@@ -245,10 +245,10 @@ def typed_encode(value: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def typed_decode(head: bytes | memoryview, buffers: Sequence[memoryview], kind: Any) -> Any:
-    """The value that ``typed_encode`` made a head and buffers of; nothing that arrives here is run.
+    """Decode what ``typed_encode`` has made; nothing that arrives here is run.
 
     Args:
-        head, buffers: what has arrived; see ``encoding.decode``.
+        head, buffers: what has arrived; see ``codec.decode``.
         kind: the type that it must be of.
 
     Raises:
@@ -300,7 +300,7 @@ class Signature:
             self._decoders[name] = _decoder(kind, f"parameter {name} of {self._name}")
 
     def encode(self, arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[bytes, list[memoryview]]:
-        """A call as a message.
+        """Encode a call.
 
         Args:
             arguments, options: the positional and the named arguments.
@@ -324,7 +324,7 @@ class Signature:
             raise
 
     def decode(self, head: bytes | memoryview, buffers: Sequence[memoryview]) -> inspect.BoundArguments:
-        """The arguments of a call that has arrived, each of the type that its parameter is annotated with.
+        """Decode the arguments of a call, each of the type that its parameter is annotated with.
 
         Returns:
             The arguments, with defaults for those that were not sent: ``function(*bound.args, **bound.kwargs)``.
@@ -409,7 +409,7 @@ def _extension(code: int, data: memoryview) -> torch.Tensor:
 
 
 def _converted(kind: Any, value: Any) -> Any:
-    """What msgspec has decoded, as one of the types that only this file knows."""
+    """Convert what msgspec has decoded to one of the types that only this file knows."""
     if kind is torch.Tensor and isinstance(value, torch.Tensor):
         return value
     if kind is torch.dtype and isinstance(value, str) and value in DTYPES:
@@ -442,7 +442,7 @@ _cached_decoder = functools.lru_cache(maxsize=1024)(_decoder)
 
 
 def _custom(info: Any) -> Iterator[Any]:
-    """The types within a type that msgspec leaves to its caller."""
+    """Find the types within a type that msgspec leaves to its caller."""
     seen: set[int] = set()
     waiting = [info]
     while waiting:

@@ -292,6 +292,6 @@ def _failure(error: BaseException, codec: Codec) -> bytes:
 
 
 def _at(thread: int) -> str:
-    """Where a thread of this process is in the user's program; empty if it is nowhere there."""
+    """Return where a thread of this process is in the user's program; empty if it is nowhere there."""
     frame = sys._current_frames().get(thread)
     return running_at(frame) if frame is not None else ""

@@ -83,7 +83,7 @@ def on_shutdown(forget: Callable[[], None]) -> None:
 
 
 def agent() -> Agent:
-    """This process's agent.
+    """Return this process's agent.
 
     Raises:
         ClosedError: it is no worker.
@@ -94,7 +94,7 @@ def agent() -> Agent:
 
 
 def current() -> Agent | None:
-    """This process's agent, or None."""
+    """Return this process's agent, or None."""
     return _agent
 
 
@@ -150,7 +150,7 @@ def _require_none() -> None:
 
 
 def _encrypts(asked: bool | None, key: Key) -> bool:
-    """Whether this worker is to encrypt, which it then can."""
+    """Return whether this worker is to encrypt, which it then can."""
     source = "rpc.init(encrypt=True)"
     if asked is None:
         value = os.environ.get(settings.RPC_ENCRYPT) or "0"
@@ -314,7 +314,7 @@ def _reach_late(made: Agent, late: list[Member], since: float, until: float) -> 
 
 
 def own_address(*, one_host: bool) -> str:
-    """The address at which others reach this process.
+    """Return the address at which others reach this process.
 
     Args:
         one_host: whether all of them are on this host.
@@ -371,7 +371,7 @@ def _wait_while(pending: Callable[[], bool], text: Callable[[], str], timeout_s:
 
 
 def _world_store() -> tuple[Store, int, int, bool]:
-    """The store of this process's world, its rank, the world's size, and whether all ranks are on this host."""
+    """Return the store of this process's world, its rank, the world's size, and whether all ranks are on this host."""
     world = worlds._world
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size == 1:

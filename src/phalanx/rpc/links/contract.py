@@ -33,7 +33,7 @@ Buffer = memoryview
 class SentToMany(list[Buffer]):
     """The buffers of messages to several workers, which are the same but for their numbers.
 
-    A way between processes may make one copy of such a message that all receivers read. It is given up with
+    A link may make one copy of such a message that all receivers read. It is given up with
     :meth:`close`, when the last message has been sent; receivers keep what they have.
     """
 
@@ -42,7 +42,7 @@ class SentToMany(list[Buffer]):
         self._copies: dict[object, tuple[c_uint64, Callable[[c_uint64], None]]] = {}
 
     def copy_of(self, owner: object, make: Callable[[c_uint64], None], give_up: Callable[[c_uint64], None]) -> int:
-        """The handle of ``owner``'s copy; 0 if none can be made.
+        """Return the handle of ``owner``'s copy; 0 if none can be made.
 
         Args:
             owner: who can lend the copy.
@@ -64,7 +64,7 @@ class SentToMany(list[Buffer]):
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """Purpose of a message."""
 
     REQUEST = 1  # run something and answer
     ANSWER = 2  # what it returned
@@ -92,7 +92,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the message has, without what a way between processes adds."""
+        """Number of bytes of the message, without what a link adds."""
         nbytes = len(self.head)
         for buffer in self.buffers:
             nbytes += buffer.nbytes
@@ -123,7 +123,7 @@ class Receiver(Protocol):
 
 
 class Link(ABC):
-    """A way to one other process.
+    """A link to one other process.
 
     Messages of up to ``SMALL_BYTES`` overtake larger ones that are on their way. Among the small ones, and among the
     large ones, the order is kept, and each arrives once. All methods may be called from any thread.
@@ -133,7 +133,7 @@ class Link(ABC):
     LONGEST_HEAD = (1 << 32) - 1  # bytes
     MOST_BUFFERS = (1 << 32) - 1
 
-    name: str  # which way it is, for people: ``shared memory``, ``tcp``
+    name: str  # for people: ``shared memory``, ``tcp``
     peer: Peer | None = None  # at the other end, from when the agent knows the link to its end
 
     @abstractmethod
@@ -182,7 +182,7 @@ class Link(ABC):
         """
 
     def state(self) -> dict[str, float | str]:
-        """What is known of the other process without asking it.
+        """Return what is known of the other process without asking it.
 
         Returns:
             Nothing, or what this way can tell: ``process``, the state of the process as the kernel names it (``T``:

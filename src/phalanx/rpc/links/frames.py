@@ -48,7 +48,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 class Layout:
-    """What precedes the head of a message: everything but its bytes.
+    """Layout of a message: everything but its bytes.
 
     Attributes:
         kind, call, service: of the message.
@@ -62,14 +62,14 @@ class Layout:
         self.sizes = sizes
 
     def encode(self) -> bytes:
-        """The layout as it is sent."""
+        """Encode the layout."""
         name = self.service.encode()
         fixed = _FIXED.pack(self.kind, self.call, len(name), len(self.sizes), self.head_nbytes)
         return fixed + name + struct.pack(f"!{len(self.sizes)}Q", *self.sizes)
 
     @staticmethod
     def decode(data: memoryview) -> tuple[Layout, int]:
-        """The layout at the start of ``data``, and where it ends.
+        """Decode the layout at the start of ``data``; return it, and where it ends.
 
         Raises:
             Malformed: these bytes are not a layout.
@@ -103,7 +103,7 @@ def _service(name: bytes) -> str:
 
 
 def small_frame(message: Message) -> bytes:
-    """A small message as a frame without its digest."""
+    """Make the frame of a small message, without its digest."""
     name, head, buffers = _name(message.service), message.head, message.buffers
     count = len(buffers)
     nbytes = 1 + _FIXED.size + len(name) + 8 * count + len(head)
@@ -116,7 +116,7 @@ def small_frame(message: Message) -> bytes:
 
 
 def _small_message(frame: bytes) -> Message:
-    """The message of such a frame.
+    """Read the message of such a frame.
 
     Raises:
         Malformed: these bytes are not a message.
@@ -144,13 +144,13 @@ def _small_message(frame: bytes) -> Message:
 
 
 def layout_of(message: Message) -> Layout:
-    """The layout of a message."""
+    """Return the layout of a message."""
     sizes = [buffer.nbytes for buffer in message.buffers]
     return Layout(message.kind, message.call, message.service, len(message.head), sizes)
 
 
 def pieces_of(buffers: Sequence[memoryview], nbytes: int = PIECE_BYTES) -> Iterator[memoryview]:
-    """The buffers' bytes in pieces of at most ``nbytes``. No piece has bytes of two buffers."""
+    """Cut the buffers' bytes into pieces of at most ``nbytes``. No piece has bytes of two buffers."""
     for buffer in buffers:
         view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         for start in range(0, len(view), nbytes):
@@ -168,7 +168,7 @@ def _check_sizes(sizes: Sequence[int]) -> None:
 
 
 def _room_for(nbytes: int) -> memoryview:
-    """Memory for a buffer that will arrive. What does not arrive takes none.
+    """Take memory for a buffer that will arrive. What does not arrive takes none.
 
     Raises:
         Malformed: the system refuses as much.
@@ -216,7 +216,7 @@ class Assembler:
         return UNCHECKED if self._data or self.left or self._session.encrypts else self._session.received
 
     def take_whole(self, frame: bytes) -> Message:
-        """The message of a small frame that has come alone, and whose digest was found right.
+        """Return the message of a small frame that has come alone, and whose digest was found right.
 
         Raises:
             Malformed: it is no message.
@@ -308,7 +308,7 @@ class Assembler:
             raise Malformed(f"a frame of kind {kind}")
 
     def _place_of(self, nbytes: int) -> memoryview:
-        """Where the next piece of the large message belongs."""
+        """Return where the next piece of the large message belongs."""
         if self._layout is None:
             raise Malformed("a piece of no message")
         buffer = self._buffers[-1]

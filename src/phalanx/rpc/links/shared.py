@@ -70,7 +70,7 @@ _KINDS = dict(enumerate(Kind, 1))
 
 
 class Damaged(Exception):
-    """What was received is no message."""
+    """Memory that was received and holds no message."""
 
 
 @lru_cache(4096)
@@ -408,7 +408,7 @@ class SharedHub:
             self._core.phx_rpc_close(self._handle)
 
     def offer(self) -> bytes:
-        """Something for one other process, by which it can attach.
+        """Make something for one other process, by which it can attach.
 
         Raises:
             OSError: there is no memory or no descriptor for it.
@@ -430,7 +430,7 @@ class SharedHub:
         return text
 
     def accept(self, offer: bytes) -> SharedLink | None:
-        """The link to the process that made the offer; None if its memory is out of reach, as on another host.
+        """Return the link to the process that made the offer; None if its memory is out of reach, as on another host.
 
         Call :meth:`SharedLink.begin` when the receiver knows it.
         """
@@ -449,7 +449,7 @@ class SharedHub:
         return SharedLink(self, handle) if handle else None
 
     def confirm(self, offer: bytes) -> SharedLink:
-        """The link to whoever has accepted the offer. Call :meth:`SharedLink.begin` when the receiver knows it.
+        """Return the link to whoever has accepted the offer. Call :meth:`SharedLink.begin` when the receiver knows it.
 
         Raises:
             LinkEnded: that process is gone, or its memory is out of reach.
