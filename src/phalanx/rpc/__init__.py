@@ -13,8 +13,8 @@ This script runs by ``phalanx run -n 2 script.py``::
 """
 
 # A call goes verbs.py -> agent.py -> codec.py -> links/, and there links/ -> agent.py -> serving.py -> verbs.py. Begin
-# with these. peer.py has what goes on with one other worker, connections.py makes links, members.py says who there is, and
-# session.py begins and ends it all. Above them are objects.py, streams.py, services.py (typed), autograd/,
+# with these. peer.py has what goes on with one other worker, connections.py makes links, members.py says who there is,
+# and session.py begins and ends it all. Above them are objects.py, streams.py, services.py (typed), autograd/,
 # parameter_server/ and torch_api/.
 
 import inspect
