@@ -14,6 +14,7 @@ other go on; only those that nobody here has met cannot be found.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import re
@@ -110,6 +111,7 @@ class Members:
         self._asking = threading.Condition()  # guards the next two
         self._under_way = 0  # requests to the store
         self._closed = False
+        atexit.register(self.close)
         self._lock = threading.Lock()  # guards the rest
         self._entries: dict[int, Member] = {}
         self._gone: dict[int, Departure] = {}
@@ -169,8 +171,10 @@ class Members:
         """Ask the store no more, and return when no thread does.
 
         A store of torch's gives the interpreter's lock up while it waits. A thread that wants it back when the
-        interpreter has ended would end the process: ``terminate called without an active exception``.
+        interpreter has ended would end the process: ``terminate called without an active exception``. So this is also
+        called before a process ends that has not done so.
         """
+        atexit.unregister(self.close)
         with self._asking:
             self._closed = True
             self._asking.wait_for(lambda: not self._under_way, _STORE_S)
