@@ -74,7 +74,7 @@ ENDS_WELL = "sys.exit(0)"
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended by signal 9 (SIGKILL)\n", "kills"),
         pytest.param("os._exit(3)", 3, "phalanx: rank 1 of 3 failed\n", "waits", marks=pytest.mark.long),
         pytest.param(
-            # Its interpreter takes no time to end, for the next ping of the launcher continues the agent, which reports.
+            # Its interpreter takes no time to end: the launcher's next ping continues the agent, which reports.
             "atexit.register(os._exit, 1); raise ValueError('bad thing')",
             1,
             "phalanx: rank 1 of 3 failed: ValueError: bad thing\n",

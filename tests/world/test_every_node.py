@@ -225,7 +225,7 @@ def test_signals_to_all_nodes_stop_their_ranks_in_step(nodes: Nodes) -> None:
     ]
     wait_for(jobs[0], "phalanx run: 2 ranks")
     os.kill(nodes.launcher_on(0), signal.SIGINT)
-    assert [job.finish() for job in jobs] == [130, 130], jobs[0].said()
+    assert [job.finish() for job in jobs] == [130, 130], "\n".join(job.said() for job in jobs)
 
 
 def test_a_key_file_keeps_nodes_without_it_out(nodes: Nodes) -> None:

@@ -402,7 +402,17 @@ class Agent:
 
     def _while_importing(self, signum: int, frame: object) -> None:
         """Read an order that has come, as the kernel says by this signal."""
-        self._read_orders()
+        # One at a time: a second one inside would find the link's end before this one has kept the last order.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
+        try:
+            self.end_import()  # for an order that came with the one to start: the link may have ended since
+            self._read_orders()
+            self.end_import()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCONT})
+
+    def end_import(self) -> None:
+        """Leave while torch is imported, if that is wanted: nothing has been started."""
         if self.asked or any(isinstance(order, (EndOrder, Leave)) for order in self.orders):
             self.leave(0)
 

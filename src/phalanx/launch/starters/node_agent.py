@@ -208,9 +208,8 @@ class NodeAgent(Agent):
         self.say(Asked(signal=self.asked))
         self.asked = 0
 
-    def _while_importing(self, signum: int, frame: object) -> None:
-        """Take what comes. An end of the ranks waits for the import: the next attempt needs this process."""
-        self._read_orders()
+    def end_import(self) -> None:
+        """See :class:`Agent`. An end of the ranks waits for the import: the next attempt needs this process."""
         for order in list(self.orders):
             if isinstance(order, Leave):
                 self._obey(order)
@@ -222,6 +221,7 @@ class NodeAgent(Agent):
             self.leave(1)
         self._tell(f"node 0 at {self.nodes.where} is lost; this node ends its ranks, and waits for it to come back")
         processes.end_descendants()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCONT})  # which may be blocked while orders are read
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], self.environment)
 
     # Output.
