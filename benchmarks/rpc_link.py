@@ -21,9 +21,8 @@ import torch
 import torch.distributed.rpc as torch_rpc
 from torch.multiprocessing.spawn import spawn
 
-from phalanx.rpc.links.contract import Link
+from phalanx.rpc.links.contract import Kind, Link, Message
 from phalanx.rpc.links.shared import SharedHub, SharedLink
-from phalanx.rpc.message import Kind, Message
 
 ROUNDS = 7
 NBYTES = 64 << 20

@@ -320,7 +320,7 @@ class EncodingError(PhalanxError):
 
     What to do:
         1. Leave out the part that the message names, or send what it is made from.
-        2. Functions of a notebook or of ``__main__`` need cloudpickle: ``pip install 'phalanx[rpc]'``.
+        2. Functions of a notebook or of ``__main__`` need cloudpickle: ``pip install cloudpickle``.
         3. All workers need the same release of Phalanx and of torch.
     """
 

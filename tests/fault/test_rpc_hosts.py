@@ -53,12 +53,9 @@ def two_that_are_stopped(member: Member) -> None:
     stopping = [rpc.start(0, stop_here, member.folder, timeout_s=LONG_S)]
     member.await_said("stopped-0")
     since = time.monotonic()
-    told = timeout_of(0, lambda error: error.cause == "stopped")  # by its neighbour
-    assert told.cause == "stopped"
-    assert " on h0 lets it go on" in str(told)
     stopping.append(rpc.start(1, stop_here, member.folder, timeout_s=LONG_S))
     member.await_said("stopped-1")
-    told = timeout_of(0, lambda error: error.cause == "silent")  # there is no neighbour now
+    told = timeout_of(0, lambda error: error.cause == "silent")
     assert (told.cause, told.at) == ("silent", "")
     assert "though its host answers" in str(told)
     with concurrent.futures.ThreadPoolExecutor() as pool:

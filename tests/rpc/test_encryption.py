@@ -184,8 +184,8 @@ def test_calls_run_at_most_once_when_connections_are_reset(encrypt: bool) -> Non
 @pytest.mark.parametrize("from_caller", [True, False])
 def test_relay_that_puts_its_own_public_key_in_is_refused(from_caller: bool) -> None:
     def change(data: bytes, of_caller: bool) -> bytes:
-        at = data.find(b'"exchange": "') if of_caller == from_caller else -1
-        return data if at < 0 else data[: at + 13] + b"ab" * 32 + data[at + 13 + 64 :]
+        at = data.find(b'"exchange":"') if of_caller == from_caller else -1
+        return data if at < 0 else data[: at + 12] + b"ab" * 32 + data[at + 12 + 64 :]
 
     def body(member: Member, way: Relay) -> bool:
         if member.rank:
@@ -194,7 +194,7 @@ def test_relay_that_puts_its_own_public_key_in_is_refused(from_caller: bool) -> 
             with pytest.raises(WorkerLost, match=r"has changed what this worker said|proves another key"):
                 rpc.call(1, workers.add, 1, 2)
             member.say("called")
-        return b'"exchange": "' in way.copy
+        return b'"exchange":"' in way.copy
 
     assert through_relays(body, relay=partial(Relay, change))[0]
 

@@ -14,7 +14,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc import agent, backlog, connections, handlers, network, session
+from phalanx.rpc import agent, connections, handlers, serving, session
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
@@ -105,7 +105,7 @@ def test_calls_given_up_before_they_began_give_their_memory_back() -> None:
 
     def before(member: Member) -> None:
         handlers.MOST = 1
-        vars(network)["Readers"] = partial(Readers, threads=1)  # which runs no handler, since none would read then
+        vars(connections)["Readers"] = partial(Readers, threads=1)  # which runs no handler, since none would read then
         serve_beside_calls(member)
 
     def body(member: Member) -> None:
@@ -139,7 +139,7 @@ def test_untaken_answers_hold_back_only_that_callers_next_calls() -> None:
     nbytes, count, fit = 1 << 20, 40, 3
 
     def before(_: Member) -> None:
-        backlog.MOST_BYTES = fit * nbytes
+        serving.MOST_BYTES = fit * nbytes
 
     def body(member: Member) -> None:
         path = member.folder / "begun"

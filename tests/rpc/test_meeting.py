@@ -15,8 +15,8 @@ import phalanx
 from phalanx import rpc
 from phalanx.errors import InitializationError, PhalanxError, WorkerLost
 from phalanx.rpc import session
-from phalanx.rpc.meeting import Meeting
 from phalanx.rpc.members import Members
+from phalanx.rpc.session import Meeting
 from tests.rpc.workers import add, next_of
 from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks, run_ranks, values

@@ -17,8 +17,8 @@ import torch
 from phalanx import rpc
 from phalanx.errors import ArgumentError, EncodingError
 from phalanx.rpc import session
-from phalanx.rpc.codecs import Codec
-from phalanx.rpc.typed import typed_decode, typed_encode
+from phalanx.rpc.codec import Codec
+from phalanx.rpc.services import typed_decode, typed_encode
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member, on_ranks

@@ -16,11 +16,10 @@ import torch
 from phalanx import rpc
 from phalanx.errors import CallTimeout
 from phalanx.rpc import connections, session
-from phalanx.rpc.links.contract import LinkEnded
+from phalanx.rpc.links.contract import Kind, LinkEnded, Message
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub, SharedLink
 from phalanx.rpc.links.socket import SocketLink
-from phalanx.rpc.message import Kind, Message
 from phalanx.wire.session import Session
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers

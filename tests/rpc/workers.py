@@ -82,14 +82,19 @@ def left(asking: int = 0) -> list[str]:
     agent = session.agent()
     found: dict[str, Any] = {
         "objects": rpc.objects(),
-        "calls": agent._calls._calls,
-        "calls that were given up": agent._calls._given_up,
-        "requests under way": list(agent._serving._under_way)[asking:],
-        "what answers rely on": agent._serving._kept,
+        "calls": agent._calls.all(),
+        "calls that were given up": [call for peer in agent._connections.peers() for call in peer.given_up],
+        "requests under way": requests()[asking:],
+        "what answers rely on": [thing for peer in agent._connections.peers() for thing in peer.kept],
         "streams": streams._sources,
         "contexts": contexts.all(),
     }
     return [f"{name}: {list(things)}" for name, things in found.items() if things]
+
+
+def requests() -> list[Any]:
+    """The requests of all workers that are under way here."""
+    return [each for peer in session.agent()._connections.peers() for each in list(peer.requests.values())]
 
 
 def mappings() -> int:
@@ -143,7 +148,7 @@ def open_gate(*_: Any) -> None:
 def open_gate_once_given_up() -> None:
     """Open the gate when this worker knows that a caller has given one of its calls up."""
     ends_at = time.monotonic() + 300.0
-    while not any(request.given_up for request in list(session.agent()._serving._under_way.values())):
+    while not any(request.given_up for request in requests()):
         assert time.monotonic() < ends_at
         time.sleep(0.01)
     open_gate()

@@ -52,14 +52,12 @@ from phalanx.membership.store_protocol import pack as pack_request
 from phalanx.membership.store_server import ALL, Seats, _Conversation
 from phalanx.membership.table import Table
 from phalanx.native.core import RECORDER_BYTES
+from phalanx.rpc import connections
 from phalanx.rpc.failure import Failure
-from phalanx.rpc.links.contract import Link
-from phalanx.rpc.links.image import Box, Damaged, pack, received
-from phalanx.rpc.links.shared import SharedHub
+from phalanx.rpc.links.contract import Kind, Link, Message
+from phalanx.rpc.links.shared import Box, Damaged, SharedHub, pack, received
 from phalanx.rpc.members import Member
-from phalanx.rpc.message import Kind, Message
-from phalanx.rpc.network import answer_of
-from phalanx.rpc.typed import decode_call, encode_call
+from phalanx.rpc.services import Signature
 from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.transports.shm import tuning
 from phalanx.wire.framing import PREFIX_BYTES, Malformed
@@ -108,6 +106,9 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return os.abort, ()
+
+
+NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)  # all of which Connections refuses
 
 
 def as_bytes(**values: Any) -> bytes:
@@ -225,15 +226,14 @@ def of_workers() -> Iterator[Parser]:
 
     yield Parser("a message in shared memory", [image], boxed, (Damaged,))
 
-    fields = as_bytes(**asdict(Member("worker1", 1, "h1", 4242, 3, "10.0.0.1", 4000)))
-    named = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # all of which Connections refuses
-    yield Parser("the claim of a worker", [fields], lambda data: Member.from_claim(json.loads(data)), named)
+    me = asdict(Member("worker1", 1, "h1", 4242, 3, "10.0.0.1", 4000))
+    claim = as_bytes(me=me, to=4, offer="{}", exchange="00" * 32)
+    yield Parser("the claim of a worker", [claim], msgspec.json.Decoder(connections.Claim).decode, NOT_READ)
 
-    head, buffers = encode_call(example, (torch.ones(3), 2, ["a", "b"]), {"scale": 2.0})
+    signature = Signature(example)
+    head, buffers = signature.encode((torch.ones(3), 2, ["a", "b"]), {"scale": 2.0})
     failure = Failure(b"", "ValueError", "a text", "a traceback").encode()
-    yield Parser(
-        "a call without pickle", [bytes(head)], lambda data: decode_call(example, data, buffers), (EncodingError,)
-    )
+    yield Parser("a call without pickle", [bytes(head)], lambda data: signature.decode(data, buffers), (EncodingError,))
     yield Parser("the failure of a call", [failure], Failure.decode, (EncodingError,))
 
     hub = SharedHub.__new__(SharedHub)
@@ -252,9 +252,9 @@ def of_workers() -> Iterator[Parser]:
         return taken or None
 
     offer = as_bytes(pid=4242, channel=5, cookie="00" * 16, place=7, place_cookie="ff" * 16)
-    answers = [as_bytes(shared=1), as_bytes(refused="another worker is at its address")]
+    answers = [as_bytes(shared=True), as_bytes(refused="another worker is at its address")]
     yield Parser("the offer of shared memory", [offer], offered)
-    yield Parser("the answer of a worker", answers, answer_of, (ConnectionAbortedError,))
+    yield Parser("the answer of a worker", answers, msgspec.json.Decoder(connections.Verdict).decode, NOT_READ)
 
 
 def of_memory() -> Iterator[Parser]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.rpc.late_imports import after_import
+from phalanx.rpc.torch_api.late_imports import after_import
 
 
 def test_module_is_changed_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

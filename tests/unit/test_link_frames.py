@@ -12,11 +12,10 @@ from typing import Any, cast
 import pytest
 from tests.support.mutations import changed
 
-from phalanx.rpc.links import wire_format
-from phalanx.rpc.links.contract import Link
+from phalanx.rpc.links import frames as wire_format
+from phalanx.rpc.links.contract import Kind, Link, Message
+from phalanx.rpc.links.frames import Layout, layout_of
 from phalanx.rpc.links.socket import SocketLink
-from phalanx.rpc.links.wire_format import Layout, layout_of
-from phalanx.rpc.message import Kind, Message
 from phalanx.wire.session import Session
 
 SCALE = int(os.environ.get("PHALANX_STRESS_SCALE", "1"))

@@ -35,7 +35,7 @@ from phalanx.launch import link
 from phalanx.membership.store_protocol import ROLE as STORE
 from phalanx.membership.store_protocol import Code, pack
 from phalanx.rpc import session
-from phalanx.rpc.network import ROLE as RPC
+from phalanx.rpc.connections import ROLE as RPC
 from phalanx.wire import door
 from phalanx.wire.framing import LONGEST_UNPROVEN
 from phalanx.wire.key import Key
@@ -223,7 +223,7 @@ def _members() -> list[rpc.Member]:
 
 def worker_listening(member: Member) -> Listener:
     me = session.agent().me
-    key: Key = session.agent()._connections._network._key
+    key: Key = session.agent()._connections._key
 
     def serve() -> None:
         assert rpc.call(next_of(member), workers.add, 2, 2) == 4

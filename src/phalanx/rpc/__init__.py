@@ -12,20 +12,24 @@ This script runs by ``phalanx run -n 2 script.py``::
         rpc.shutdown()
 """
 
+# A call goes verbs.py -> agent.py -> codec.py -> links/, and there links/ -> agent.py -> serving.py -> verbs.py. Begin
+# with these. peer.py has what goes on with one other worker, connections.py makes links, members.py says who there is,
+# and session.py begins and ends it all. Above them are objects.py, streams.py, services.py (typed), autograd/,
+# parameter_server/ and torch_api/.
+
 import inspect
 
 from phalanx.rpc.autograd.engine import backward, context, get_gradients
+from phalanx.rpc.connections import EncryptionMismatch
 from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
-from phalanx.rpc.listing import describe, workers
 from phalanx.rpc.members import Member
-from phalanx.rpc.network import EncryptionMismatch
 from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
 from phalanx.rpc.parameter_server.trainer import Parameters, parameters
 from phalanx.rpc.services import serve, service
 from phalanx.rpc.session import init, shutdown
 from phalanx.rpc.verbs import call, each, start
-from phalanx.rpc.watching import Watch, watch
+from phalanx.rpc.watching import Watch, describe, watch, workers
 from phalanx.wrong_arguments import explained
 
 __all__ = [

@@ -1,10 +1,8 @@
-"""This process as a worker: the ways to the others, the calls under way, and the services that others may ask for.
+"""This process as a worker: the links to the others, the calls under way, and the services that others may ask for.
 
 Everything above (verbs, remote objects, distributed autograd, torch's names) is written with five calls: ``request``,
-``notify``, ``serve``, ``member`` and ``members``.
-
-A call is made at most once: it is sent on one link, and if that link ends before the answer, the caller is told, and
-the call is not sent again.
+``notify``, ``serve``, ``member`` and ``members``. A call is made at most once: it is sent on one link, and if that link
+ends before the answer, the caller is told, and the call is not sent again.
 """
 
 from __future__ import annotations
@@ -21,18 +19,14 @@ from torch._C._distributed_c10d import Store
 from phalanx.diagnosis.call_site import capture
 from phalanx.diagnosis.stacks import Mark
 from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
-from phalanx.rpc import in_transit
-from phalanx.rpc.calls import Call, Calls
-from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
-from phalanx.rpc.connections import Connections, Unreached
-from phalanx.rpc.departures import Departures
+from phalanx.rpc.codec import NUMBER, PICKLED, Codec, receiving, sending
+from phalanx.rpc.connections import Connections, EncryptionMismatch, Unreached
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
-from phalanx.rpc.inquiry import LONG_S, NEIGHBOUR, Finding, Inquiries, on_neighbour, place_name, tell_of_long
-from phalanx.rpc.links.contract import Link, LinkEnded
+from phalanx.rpc.inquiry import LONG_S, Finding, Inquiries, place_name, tell_of_long
+from phalanx.rpc.links.contract import Kind, Link, LinkEnded, Message
 from phalanx.rpc.members import LEFT, Departure, Member, Members, shared_key
-from phalanx.rpc.message import Kind, Message
-from phalanx.rpc.network import EncryptionMismatch
+from phalanx.rpc.peer import Call, Calls
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
 from phalanx.system.threads import within
 from phalanx.wire.key import Key
@@ -87,22 +81,21 @@ class Agent:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._at_end: list[Callable[[], None]] = []
+        self._watchers: list[Callable[[Member, str], None]] = []
         self._closed = False
-        self._calls = Calls(self._on_late, self._tell_of_end, self._on_long, long_s)
         self._handlers = Handlers()
-        self._serving = Serving(self._handlers, typed_only=typed_only)
-        self.active_at = self._serving.active_at
         self._members = Members(store)
-        self._departures = Departures(self._members, self._handlers)
         try:
-            own_key, found = shared_key(store, key), self._departures.found
-            self._connections = Connections(self._members, address, own_key, self, found, encrypt=encrypt)
+            own_key = shared_key(store, key)
+            self._connections = Connections(self._members, address, own_key, self, self._found_gone, encrypt=encrypt)
         except BaseException:
             self._handlers.close()
             self._members.close()
             raise
-        self.inquiries = Inquiries(self._connections, self._members, self.request)
-        self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
+        self._calls = Calls(self._connections.peers, self._on_late, self._tell_of_end, self._on_long, long_s)
+        self._serving = Serving(self._handlers, self._connections.peers, typed_only=typed_only)
+        self.active_at = self._serving.active_at
+        self.inquiries = Inquiries(self._connections, self.request)
         self._mark: Mark | None = None
         try:
             self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
@@ -116,7 +109,7 @@ class Agent:
             raise
 
     def member(self, to: str | int | Member) -> Member:
-        """The newest worker of this name or rank; it may be gone by now.
+        """Return the newest worker of this name or rank; it may be gone by now.
 
         Raises:
             RankError: there has been none.
@@ -124,11 +117,11 @@ class Agent:
         return to if isinstance(to, Member) else self._members.find(to)
 
     def members(self) -> list[Member]:
-        """All living workers, by rank and name."""
+        """Return all living workers, by rank and name."""
         return self._members.all()
 
     def ranks_seen(self) -> set[int]:
-        """The ranks of all workers that have ever come, though some may have gone since."""
+        """Return the ranks of all workers that have ever come, though some may have gone since."""
         return self._members.ranks_seen()
 
     def say_done(self) -> None:
@@ -136,7 +129,7 @@ class Agent:
         self._members.say_done(self.me)
 
     def not_done(self, members: Sequence[Member]) -> list[Member]:
-        """Those workers that are still there, as far as is known, and have not said so."""
+        """Return those workers that are still there, as far as is known, and have not said so."""
         return self._members.not_done(members)
 
     def serve(
@@ -159,21 +152,29 @@ class Agent:
         Returns:
             Ends that.
         """
-        return self._departures.watch(callback)
+        self._watchers.append(callback)
+
+        def forget() -> None:
+            with contextlib.suppress(ValueError):
+                self._watchers.remove(callback)
+
+        return forget
 
     def arrivals(self, known: Collection[int]) -> list[Member]:
-        """The workers that the directory has beside those with these numbers, and that have not gone."""
+        """Return the workers that the directory has beside those with these numbers, and that have not gone."""
         return self._members.beside(known)
 
     def known_gone(self) -> list[Member]:
-        """The workers of which this process knows that they are no more; the store is not asked."""
+        """Return the workers of which this process knows that they are no more; the store is not asked."""
         return self._members.known_gone()
 
     def reach(self, member: Member, patience_s: float) -> Departure | None:
-        """Have a link to a worker, so that its end is noticed. How it went; None if it is there or not known."""
+        """Make a link to a worker, so that its end is noticed. Return how it went; None if it is there or not known."""
+        peer = self._connections.peer(member)
         try:
-            self._connections.link_to(member, time.monotonic() + patience_s)
+            self._connections.link_to(peer, time.monotonic() + patience_s)
         except Unreached:
+            self._connections.drop(peer)
             return self._members.gone(member)
         return None
 
@@ -212,7 +213,7 @@ class Agent:
         """
         self._require_open()
         self._require_allowed(codec, asked or service)
-        (head, buffers), kept = in_transit.sending(codec.encode, value)
+        (head, buffers), kept = sending(codec.encode, value)
         return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
 
     def request_encoded(
@@ -228,7 +229,7 @@ class Agent:
         made: Callable[[Any], Any] | None = None,
         codec: Codec = PICKLED,
     ) -> Future[Any]:
-        """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``in_transit.py``."""
+        """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``codec.py``."""
         self._require_open()
         self._require_allowed(codec, asked or service)
         return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
@@ -246,47 +247,45 @@ class Agent:
         codec: Codec,
     ) -> Future[Any]:
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        call = Call(self._calls, self.run, self.member(to), asked, allowed, capture(2), made, codec)
-        number, member, until, future = call.number, call.to, call.until, call.future
-        if kept:
-            call.kept = kept
+        peer = self._connections.peer(self.member(to))
+        call = Call(self._calls, self.run, peer, asked, allowed, capture(2), made, codec)
+        number, until, future = call.number, call.until, call.future
+        call.kept = kept
         try:
             self._calls.add(call)
             if self._closed:  # since the first look, so close() may have ended all calls before this one
                 raise ClosedError("rpc.shutdown() was called meanwhile")
-            link = call.link = self._connections.link_to(member, until)
+            link = call.link = self._connections.link_to(peer, until)
             nbytes = sum(buffer.nbytes for buffer in buffers) if buffers else 0
-            if nbytes > link.SMALL_BYTES or len(self._calls) > MOST_CALLS:
+            if nbytes > link.SMALL_BYTES or len(peer.calls) > MOST_CALLS:
                 self._calls.wait_for_room(call, nbytes, MOST_CALLS, MOST_BYTES)
-            if number not in self._calls:  # its time was over meanwhile, or it was given up, or this worker was closed
-                self._calls.answered(number)
+            if not call.is_under_way():  # its time was over meanwhile, or it was given up, or this worker was closed
+                peer.given_up.pop(number, None)
                 return future
             link.send(Message(Kind.REQUEST, number, service, head, buffers), until - time.monotonic())
         except Unreached as error:
-            taken = self._calls.take(number)
-            self._calls.answered(number)  # nobody has received it, also if it was given up meanwhile
+            taken = self._calls.take(peer, number)
+            peer.given_up.pop(number, None)  # nobody has received it, also if it was given up meanwhile
+            self._connections.drop(peer)
             if taken is not None and isinstance(error, TimeoutError) and time.monotonic() >= until:
                 self._on_late([call])
             elif taken is not None:
                 lost = isinstance(error, EncryptionMismatch) and error
                 future.set_exception(lost or self._lost(call, str(error) or type(error).__name__))
+            return future
         except Exception:
-            self._calls.take(number)  # nobody has received it
+            self._calls.take(peer, number)  # nobody has received it
             future.cancel()
             raise
         except BaseException:  # a signal, before or after it was sent
             future.cancel()
             raise
-        if (
-            call.link is not None
-            and self._connections.peer_of(call.link) is None
-            and self._calls.take(number) is not None
-        ):
-            future.set_exception(self._lost(call, "the way to it ended"))  # it ended before the link stood in the call
+        if link.peer is not peer and self._calls.take(peer, number) is not None:
+            future.set_exception(self._lost(call, "the way to it ended"))  # before the link stood in the call
         return future
 
     def overdue(self, future: Future[Any], timeout_s: float) -> CallTimeout | None:
-        """The error for a call that goes on, though this process has waited long enough; None if it is over by now.
+        """Make the error for a call that goes on, though this process has waited long enough; None if it is over.
 
         It asks why, which takes a second or two at most.
         """
@@ -300,13 +299,13 @@ class Agent:
         services are quick. A request may begin before a notice that was sent earlier, or after a later one.
         """
         self._require_open()
-        member = self.member(to)
+        peer = self._connections.peer(self.member(to))
         head, buffers = PICKLED.encode(value)
-        with contextlib.suppress(*Unreached):
-            until = time.monotonic() + self.timeout_s
-            self._connections.link_to(member, until).send(
-                Message(Kind.NOTICE, 0, service, head, buffers), self.timeout_s
-            )
+        try:
+            link = self._connections.link_to(peer, time.monotonic() + self.timeout_s)
+            link.send(Message(Kind.NOTICE, 0, service, head, buffers), self.timeout_s)
+        except Unreached:
+            self._connections.drop(peer)
 
     def run(self, task: Callable[..., None], *arguments: Any) -> None:
         """Call ``task(*arguments)`` soon on a thread that may block; at once if this worker has been closed."""
@@ -327,12 +326,14 @@ class Agent:
             return
         with contextlib.suppress(Exception):  # the store may be gone with its host, or never answer
             within(LEAVE_S, lambda: self._members.leave(self.me, LEFT))
+        peers = self._connections.peers()
         self._connections.close()
         self._calls.close()
         self._handlers.close()
         self._members.close()
-        for call in self._calls.take_all():
-            call.future.set_exception(self._ended_here(call))
+        for peer in {*peers, *self._connections.peers()}:
+            for call in self._calls.take_all(peer):
+                call.future.set_exception(self._ended_here(call))
         self.inquiries.close()
         if self._mark is not None:
             self._mark.close()
@@ -391,33 +392,61 @@ class Agent:
         if message.kind in (Kind.ANSWER, Kind.FAILURE):
             self._take_answer(link, message)
             return
-        peer = self._connections.peer_of(link)
+        peer = link.peer
         if peer is not None:  # else it has gone
             self._serving.take(link, peer, message, may_block=may_block)
 
     def ended(self, link: Link, why: str, *, left: bool = False) -> None:
         """See :class:`~phalanx.rpc.links.contract.Receiver`."""
+        before = link.peer
         peer = self._connections.ended(link)
         if self._closed:
             return  # close() ends all calls
-        for call in self._calls.take_all(link=link):
-            call.future.set_exception(self._lost(call, why))
+        if before is not None:
+            for call in self._calls.take_all(before, link):
+                call.future.set_exception(self._lost(call, why))
         if peer is None:
             return
         self._serving.forget(peer)
-        self._calls.forget(peer)
-        self._departures.ended(peer, Departure(left, why))
+        departure = Departure(left, why)
+        self._members.note_gone(peer.member, departure)
+        self._handlers.run(self._tell_watchers, peer.member, departure)
+        if not left:  # else it has said so itself
+            self._handlers.run(self._tell_store, peer.member, departure)
+
+    def _found_gone(self, member: Member) -> None:
+        """Nobody listens at a worker's address; called by whoever has dialled it."""
+        departure = self._members.gone(member)  # it may have left, and said so
+        if departure is None:
+            departure = Departure(False, "nothing listens at its address any more")
+            self._members.note_gone(member, departure)
+            self._handlers.run(self._tell_store, member, departure)
+        self._handlers.run(self._tell_watchers, member, departure)
+
+    def _tell_store(self, member: Member, departure: Departure) -> None:
+        with contextlib.suppress(Exception):  # the store may be gone as well
+            self._members.leave(member, departure)
+
+    def _tell_watchers(self, member: Member, departure: Departure) -> None:
+        for watcher in list(self._watchers):
+            try:
+                watcher(member, "left" if departure.left else "lost")
+            except Exception as error:
+                tell(f"warning: what watches the workers failed for {member}: {error!r}")
 
     def _take_answer(self, link: Link, message: Message) -> None:
-        call = self._calls.take(message.call)
+        peer = link.peer
+        if peer is None:
+            return
+        call = self._calls.take(peer, message.call)
         wants_receipt = message.service == RECEIPT
         if call is None:  # the caller has given up
-            self._calls.answered(message.call)
+            peer.given_up.pop(message.call, None)
             if wants_receipt:
                 self._handlers.run(self._send_receipt, link, message.call, False)
             return
         try:
-            value, to_settle = in_transit.receiving(call.decode, message)
+            value, to_settle = receiving(call.decode, message)
         except Exception as error:
             call.future.set_exception(error)
             if wants_receipt:

@@ -1,68 +1,140 @@
-"""The ways from this worker to the others: made when first needed, through shared memory if that can be, else TCP.
+"""Links from this worker to the others: made when first needed, through shared memory if that can be, else over TCP.
 
-The worker that dials proves the job's key, says who it is, and offers shared memory if the other one has the same host
-name. The other one accepts the offer if it can attach that memory, which proves that they share a host. The first one
-attaches the other's in turn, and says whether it could. If it could, the connection has done its work and is closed;
-otherwise it is the way.
+The worker that dials proves the job's key (``wire/door.py``), says who it is, and offers shared memory if the other one
+has the same host name. The other one accepts the offer if it can attach that memory, which proves that they share a
+host. The first one attaches the other's in turn, and says whether it could. If it could, the connection has done its
+work and is closed; otherwise it is the link, and the threads of ``links/readers.py`` read it.
+
+If this worker encrypts, claim and verdict also carry the public keys of the two ends (``wire/encryption.py``). A worker
+that encrypts and one that does not refuse each other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
+import os
+import selectors
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
 
-from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
-from phalanx.rpc.links.own import OwnLink
+import msgspec
+
+from phalanx import settings
+from phalanx.errors import InitializationError
+from phalanx.rpc.links.contract import Link, LinkEnded, OwnLink, Receiver
+from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub, SharedLink
-from phalanx.rpc.links.socket import END_S, SocketLink
+from phalanx.rpc.links.socket import END_S, KEEP_ALIVE, SocketLink
 from phalanx.rpc.members import Member, Members
-from phalanx.rpc.network import EncryptionMismatch, Network
-from phalanx.wire.dial import NoAnswer
-from phalanx.wire.door import Arrival
+from phalanx.rpc.peer import Peer
+from phalanx.system.threads import start
+from phalanx.wire.dial import Line, NoAnswer, dial
+from phalanx.wire.door import Arrival, Door
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, PassedOn, WrongKey
 from phalanx.wire.session import TAG_BYTES, Session
-from phalanx.wire.sockets import LOOK_S
+from phalanx.wire.sockets import LOOK_S, listen
 from phalanx.words import tell
 
-__all__ = ["Connections", "Unreached"]
+__all__ = ["ROLE", "Claim", "Connections", "EncryptionMismatch", "Unreached", "Verdict"]
 
+ROLE = "rpc"
 # The kernel of a host answers a connection at once, whatever the worker there does. If the worker then says nothing, it
 # is stopped or busy, and is asked again.
 DIAL_S = 5.0
-
+_PING_S = 2.0
 # By what it goes, as the worker that has dialled says after the other one has accepted its offer.
 _BY_MEMORY, _BY_TCP = b"m", b"t"
 _CHOICE_BYTES = len(_BY_TCP) + TAG_BYTES
-
 # A worker that dies while it is dialled closes the connection, and its listener a moment later or earlier. So it is
 # dialled again, and then nothing listens there, unless another worker has come to its address.
 _MOST_DIALS = 4
 _AGAIN_S = 0.05
-
 _CLOSED = "this worker has been closed"
+
+
+class EncryptionMismatch(InitializationError):
+    """One of two workers encrypts what goes between them and the other does not, so they do not talk to each other.
+
+    Nothing of a call was sent. All workers of a job have to be started alike.
+
+    Example:
+        this worker encrypts what it sends over TCP, and worker1 does not, so nothing was sent to it. Set
+        rpc.init(encrypt=...) or PHALANX_RPC_ENCRYPT alike for all workers
+
+    What to do:
+        Give every worker the same ``rpc.init(encrypt=...)``, or set PHALANX_RPC_ENCRYPT alike on all hosts.
+    """
+
+    def __init__(self, other: str, *, other_encrypts: bool) -> None:
+        own, theirs = ("does not", "encrypts") if other_encrypts else ("encrypts", "does not")
+        super().__init__(
+            f"this worker {own} what it sends over TCP, and {other} {theirs}, so nothing was sent to it. Set "
+            f"rpc.init(encrypt=...) or {settings.RPC_ENCRYPT} alike for all workers"
+        )
+
 
 # What dialling and sending raise if the other worker cannot be reached.
 Unreached = (LinkEnded, OSError, NoProof, WrongKey, PassedOn, EncryptionMismatch)
 
 
+class Claim(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Claim of a worker that dials.
+
+    Attributes:
+        ping: 1 if it only asks who listens.
+        me: who it is.
+        to: the incarnation that it wants.
+        offer: of shared memory; empty for none.
+        exchange: its public key; empty if it does not encrypt.
+    """
+
+    ping: int = 0
+    me: Member | None = None
+    to: int = 0
+    offer: str = ""
+    exchange: str = ""
+
+
+class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Answer of the worker that listens.
+
+    Attributes:
+        incarnation: its own, if it was asked who listens.
+        refused: why it does not talk to the caller; empty if it does.
+        encrypts: whether it does, if the caller does not do alike.
+        shared: it has accepted the offer.
+        exchange: its public key; empty if it does not encrypt.
+    """
+
+    incarnation: int = 0
+    refused: str = ""
+    encrypts: bool | None = None
+    shared: bool = False
+    exchange: str = ""
+
+
+_encode = msgspec.json.Encoder().encode
+_NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)
+_claims, _verdicts = msgspec.json.Decoder(Claim), msgspec.json.Decoder(Verdict)
+
+
 class Connections:
-    """All links of one agent. Safe to use from several threads.
+    """All links of one agent, its listening socket, and the thread that accepts. Safe to use from several threads.
 
     Args:
         members: who there is.
-        address: where to listen.
+        address: where to listen; an address of this host.
         key: what every worker of the job knows.
         receiver: the agent.
         found_gone: is called with a worker at whose address nobody listens any more.
         encrypt: encrypt what goes over TCP.
+
+    Attributes:
+        port: where it listens.
     """
 
     def __init__(
@@ -75,38 +147,46 @@ class Connections:
         *,
         encrypt: bool = False,
     ) -> None:
-        self._members = members
-        self._receiver = receiver
-        self._found_gone = found_gone
+        self._members, self._receiver, self._found_gone = members, receiver, found_gone
+        self._key, self._encrypt = key, encrypt
         self._me: Member | None = None
+        self._lock = threading.Lock()  # guards the next two, and the links of peers
         self._closed = False
-        self._lock = threading.Lock()
-        self._links: dict[int, Link] = {}
-        self._peers: dict[Link, Member] = {}
-        self._dialling: dict[int, threading.Lock] = {}
-        self._network = Network(address, key, self._welcome, self._look_at_links, encrypt=encrypt)
-        self._look_at = 0.0
+        self._peers: dict[int, Peer] = {}
+        listener = listen(address, 0)
+        self.port: int = listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._readers = Readers()
+        self._door = Door(listener, key, ROLE, KEEP_ALIVE, self._selector, self._welcome)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)  # wakes the thread
+        self._selector.register(self._bell, selectors.EVENT_READ, self._on_bell)
+        self._thread = threading.Thread(target=self._run, name="phalanx-rpc-network", daemon=True)
         self._hub: SharedHub | None = None
         try:
             self._hub = SharedHub(receiver)
         except OSError as error:
             tell(f"note: workers of this host talk over TCP: {error}")
         except BaseException:
-            self._network.stop()
+            self._stop_listening()
             raise
-        self.port: int = self._network.port
 
     def start(self, me: Member) -> None:
         """Accept connections from now on, as this worker."""
         self._me = me
-        own = OwnLink(self._receiver)
-        self._links[me.incarnation] = own
-        self._peers[own] = me
-        self._network.start()
+        self._enter(me, OwnLink(self._receiver))
+        start(self._thread)
 
-    def peer_of(self, link: Link) -> Member | None:
-        """Who is at the other end; None if the link has ended."""
-        return self._peers.get(link)
+    def peers(self) -> list[Peer]:
+        """Return the peers with which something goes on."""
+        return list(self._peers.values())
+
+    def peer(self, member: Member) -> Peer:
+        """Return a worker as a peer."""
+        peer = self._peers.get(member.incarnation)
+        if peer is None:
+            with self._lock:
+                peer = self._peers.setdefault(member.incarnation, Peer(member))
+        return peer
 
     @property
     def host(self) -> str:
@@ -114,39 +194,36 @@ class Connections:
         return self._me.host if self._me is not None else ""
 
     def link_now(self, member: Member) -> Link | None:
-        """The way to a worker, if there is one."""
-        return self._links.get(member.incarnation)
+        """Return the link to a worker, if there is one."""
+        peer = self._peers.get(member.incarnation)
+        return peer.links[0] if peer is not None and peer.links else None
 
-    def link_to(self, member: Member, until: float) -> Link:
-        """The way to a worker, which is made if there is none.
+    def link_to(self, peer: Peer, until: float) -> Link:
+        """Return the link to a peer, which is made if there is none.
 
         Args:
-            member: the worker.
+            peer: the peer.
             until: when to give up, as of ``time.monotonic``.
 
         Raises:
             Unreached: it is gone, or cannot be reached.
             TimeoutError: it took too long.
         """
-        link = self._links.get(member.incarnation)
-        if link is not None:
-            return link
+        if peer.links:
+            return peer.links[0]
         if self._closed:
             raise LinkEnded(_CLOSED)
-        with self._lock:
-            dialling = self._dialling.setdefault(member.incarnation, threading.Lock())
-        if not dialling.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
+        if not peer.dialling.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
             raise TimeoutError
         try:
             closed = 0
             while True:
-                link = self._links.get(member.incarnation)
-                if link is not None:
-                    return link
-                if (departure := self._members.gone(member)) is not None:
+                if links := peer.links:
+                    return links[0]
+                if (departure := self._members.gone(peer.member)) is not None:
                     raise LinkEnded(departure.why)
                 try:
-                    return self._dial(member, until)
+                    return self._dial(peer.member, until)
                 except NoAnswer:
                     if time.monotonic() >= until or self._closed:
                         raise
@@ -156,42 +233,61 @@ class Connections:
                         raise
                     time.sleep(_AGAIN_S)
         finally:
-            dialling.release()
+            peer.dialling.release()
 
-    def ended(self, link: Link) -> Member | None:
-        """Forget a link that has ended, and return who is gone with it; None if another way there goes on."""
+    def drop(self, peer: Peer) -> None:
+        """Forget a peer that could not be reached, unless something else goes on with it."""
         with self._lock:
-            peer = self._peers.pop(link, None)
+            if not peer.links and not peer.calls and self._peers.get(peer.member.incarnation) is peer:
+                del self._peers[peer.member.incarnation]
+
+    def ended(self, link: Link) -> Peer | None:
+        """Forget a link that has ended, and return who is gone with it; None if another link there goes on."""
+        with self._lock:
+            peer, link.peer = link.peer, None
             if peer is None:
                 return None
-            if self._links.get(peer.incarnation) is link:
-                del self._links[peer.incarnation]
-            for other, its_peer in self._peers.items():
-                if its_peer.incarnation == peer.incarnation:  # both had dialled, and that way goes on
-                    self._links.setdefault(peer.incarnation, other)
-                    return None
-            self._dialling.pop(peer.incarnation, None)
+            peer.links = tuple(other for other in peer.links if other is not link)
+            if peer.links:  # both had dialled, and that link goes on
+                return None
+            self._peers.pop(peer.member.incarnation, None)
         return peer
 
     def is_there(self, member: Member) -> bool:
-        """Whether this incarnation of a worker answers at its address."""
+        """Ask whether this incarnation of a worker answers at its address."""
         try:
-            said = self._network.ask(member.address, member.port, {"ping": 1}, 2.0)
+            line, said = self._dial_out(member, Claim(ping=1), _PING_S)
         except Unreached:
             return False
-        return bool(said.get("incarnation") == member.incarnation)
+        line.close()
+        return said.incarnation == member.incarnation
 
     def close(self) -> None:
         """End all links and threads."""
         with self._lock:  # nothing is entered any more
             self._closed = True
         until = time.monotonic() + END_S  # for all peers that take nothing, such as those that are stopped, together
-        for link in list(self._peers):
+        for link in self._links():
             link.close(until) if isinstance(link, SocketLink) else link.close()
         hub, self._hub = self._hub, None  # its memory is unmapped when its last thread and tensor have gone
         if hub is not None:
             hub.close()
-        self._network.stop()
+        self._stop_listening()
+
+    def _links(self) -> list[Link]:
+        return [link for peer in self.peers() for link in peer.links]
+
+    def _enter(self, member: Member, link: Link) -> Link:
+        """Give a peer a link; return the one that is used, because both may have dialled at the same time."""
+        with self._lock:
+            if not self._closed:
+                link.peer = peer = self._peers.setdefault(member.incarnation, Peer(member))
+                peer.links = (*peer.links, link)
+                return peer.links[0]
+        link.close()
+        raise LinkEnded(_CLOSED)
+
+    # -- the side that dials -----------------------------------------------------------------------
 
     def _dial(self, member: Member, until: float) -> Link:
         me, hub = self._me, self._hub
@@ -202,10 +298,10 @@ class Connections:
             with contextlib.suppress(OSError):  # then it goes by TCP
                 offer = hub.offer()
         try:
-            patience = max(0.05, min(DIAL_S, until - time.monotonic()))
-            claim = {"me": asdict(me), "to": member.incarnation, "offer": offer.decode()}
+            patience_s = max(0.05, min(DIAL_S, until - time.monotonic()))
             try:
-                line, said = self._network.dial(member.address, member.port, claim, patience, str(member))
+                claim = Claim(me=me, to=member.incarnation, offer=offer.decode())
+                line, said = self._dial_out(member, claim, patience_s)
             except ConnectionRefusedError as error:
                 self._found_gone(member)
                 raise LinkEnded("nothing listens at its address any more") from error
@@ -215,7 +311,10 @@ class Connections:
                 if time.monotonic() >= until:
                     raise
                 raise LinkEnded("its host does not answer") from error
-            if said.get("shared") and hub is not None:
+            if said.refused:
+                line.close()
+                raise LinkEnded(said.refused)
+            if said.shared and hub is not None:
                 with contextlib.suppress(LinkEnded):  # then it goes by TCP
                     shared = hub.confirm(offer)
                     with contextlib.suppress(OSError), line.sock:  # it is noticed if that process is gone
@@ -224,51 +323,104 @@ class Connections:
                     shared.begin()
                     return chosen
                 line.sock.sendall(line.session.seal(_BY_TCP))
-            if "refused" in said:
-                line.close()
-                raise LinkEnded(said["refused"])
-            return self._add(member, SocketLink(line.sock, line.session, self._receiver, readers=self._network.readers))
+            return self._add(member, SocketLink(line.sock, line.session, self._receiver, readers=self._readers))
         finally:
             if hub is not None and offer:
                 hub.withdraw(offer)
 
+    def _dial_out(self, member: Member, claim: Claim, patience_s: float) -> tuple[Line, Verdict]:
+        """Connect to another worker; its verdict on the claim comes with the connection.
+
+        Raises:
+            OSError, NoProof, WrongKey: see :func:`phalanx.wire.dial.dial`.
+            EncryptionMismatch: one of the two encrypts, and the other does not.
+        """
+        exchange = None
+        if self._encrypt and claim.me is not None:
+            from phalanx.wire.encryption import Exchange
+
+            exchange = Exchange()
+            claim.exchange = exchange.public
+        where = member.address, member.port
+        line, said = dial(where, self._key, ROLE, _encode(claim), patience_s=patience_s, keep_alive=KEEP_ALIVE)
+        try:
+            verdict = _verdicts.decode(said)
+            if verdict.encrypts is not None:
+                raise EncryptionMismatch(str(member), other_encrypts=verdict.encrypts)
+            if exchange is not None and not verdict.refused:
+                line = Line(line.sock, exchange.session(line.session, verdict.exchange, is_listener=False))
+            return line, verdict
+        except _NOT_READ as error:  # the answer to a claim that was changed is empty
+            line.close()
+            raise ConnectionAbortedError("somebody on the way has changed what this worker said") from error
+        except Malformed as error:
+            line.close()
+            raise ConnectionAbortedError(f"it has answered with {error}") from error
+        except BaseException:
+            line.close()
+            raise
+
+    # -- the side that listens ---------------------------------------------------------------------
+
     def _welcome(self, arrival: Arrival) -> None:
-        """A process that knows the key has come. It is on the network's thread."""
+        """Answer a process that has proven the key."""
         me = self._me
         try:
-            claim = json.loads(arrival.proven.claim)
-            if claim == {"ping": 1} and me is not None:
-                _refuse(arrival, incarnation=me.incarnation)
-                return
-            following = self._network.session(arrival, claim)
-            if following is None:
-                return
-            session, verdict = following
-            peer, to, offer = Member.from_claim(claim["me"]), claim["to"], str(claim["offer"]).encode()
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            claim = _claims.decode(arrival.proven.claim)
+        except _NOT_READ:
+            claim = Claim()
+        peer = claim.me
+        if claim.ping == 1 and me is not None:
+            _refuse(arrival, Verdict(incarnation=me.incarnation))
+        elif peer is None or me is None:
             arrival.sock.close()
+        elif bool(claim.exchange) != self._encrypt:
+            _refuse(arrival, Verdict(encrypts=self._encrypt))
+        elif self._closed or claim.to != me.incarnation:
+            _refuse(arrival, Verdict(refused=f"another worker is at its address now: {me}"))
+        elif self._members.known(peer.incarnation) not in (None, peer) or peer.incarnation == me.incarnation:
+            _refuse(arrival, Verdict(refused="another worker has this number"))
+        else:
+            self._let_in(peer, arrival, claim)
+
+    def _let_in(self, peer: Member, arrival: Arrival, claim: Claim) -> None:
+        session, verdict = arrival.proven.session(), Verdict()
+        if self._encrypt:
+            from phalanx.wire.encryption import Exchange
+
+            exchange = Exchange()
+            try:
+                session = exchange.session(session, claim.exchange, is_listener=True)
+            except Malformed:
+                arrival.sock.close()
+                return
+            verdict.exchange = exchange.public
+        shared = self._hub.accept(claim.offer.encode()) if claim.offer and self._hub is not None else None
+        verdict.shared = shared is not None
+        arrival.answer(_encode(verdict))
+        if shared is None:
+            self._add_arrival(peer, arrival, session)
             return
-        if me is None or self._closed or to != me.incarnation:
-            _refuse(arrival, refused=f"another worker is at its address now: {me}")
-            return
-        if self._members.known(peer.incarnation) not in (None, peer) or peer.incarnation == me.incarnation:
-            _refuse(arrival, refused="another worker has this number")
-            return
-        shared = self._hub.accept(offer) if offer and self._hub is not None else None
-        if shared is not None:
-            arrival.answer(json.dumps({**verdict, "shared": 1}).encode())
-            chosen = partial(self._on_choice, peer, shared, arrival, session)
-            self._network.hear(arrival, _CHOICE_BYTES, chosen)
-            return
-        arrival.answer(json.dumps(verdict).encode())
-        self._add_arrival(peer, arrival, session)
+
+        def hear() -> None:
+            """Receive whether the caller could attach this worker's memory."""
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    data = arrival.sock.recv(max(0, _CHOICE_BYTES - len(arrival.rest)))
+                except ConnectionError:
+                    data = b""
+                arrival.rest.extend(data)
+                if not data or len(arrival.rest) >= _CHOICE_BYTES:
+                    self._selector.unregister(arrival.sock)
+                    self._on_choice(peer, shared, arrival, session)
+
+        self._selector.register(arrival.sock, selectors.EVENT_READ, hear)
 
     def _on_choice(self, peer: Member, shared: SharedLink, arrival: Arrival, session: Session) -> None:
-        """The caller has said whether it could attach this worker's memory, or has gone."""
         data = arrival.rest
         try:
             session.check(data, len(_BY_TCP))
-        except Malformed:
+        except Malformed:  # or the caller has gone
             data.clear()
         if data.startswith(_BY_MEMORY):
             arrival.sock.close()
@@ -284,34 +436,58 @@ class Connections:
             arrival.sock.close()
 
     def _add_arrival(self, peer: Member, arrival: Arrival, session: Session) -> None:
-        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, self._network.readers)
+        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, self._readers)
         with contextlib.suppress(LinkEnded):
             self._add(peer, link)
 
     def _add(self, peer: Member, link: SocketLink) -> Link:
         chosen = self._enter(peer, link)
         link.begin()
-        self._network.wake()  # to look at the links from now on
+        self._ring()  # to look at the links from now on
         return chosen
 
-    def _look_at_links(self, now: float) -> float:
-        if self._look_at > now:
-            return self._look_at
-        links = [link for link in list(self._peers) if isinstance(link, SocketLink)]
-        for link in links:
-            link.look()
-        self._look_at = now + LOOK_S if links else 0.0
-        return self._look_at or math.inf
+    # -- the thread --------------------------------------------------------------------------------
 
-    def _enter(self, peer: Member, link: Link) -> Link:
+    def _run(self) -> None:
+        look_at = math.inf
+        while not self._closed:
+            now = time.monotonic()
+            links = [link for link in self._links() if isinstance(link, SocketLink)]
+            if not links:
+                look_at = math.inf
+            elif look_at == math.inf or look_at <= now:
+                for link in links:
+                    link.look()
+                look_at = now + LOOK_S
+            due = min(self._door.tend(now), look_at)
+            for key, _ in self._selector.select(None if due == math.inf else max(0.0, due - now)):
+                try:
+                    key.data()
+                except Exception as error:  # the other connections go on
+                    tell(f"warning: a connection of RPC failed: {error!r}")
+
+    def _ring(self) -> None:
         with self._lock:
-            if not self._closed:
-                self._peers[link] = peer
-                return self._links.setdefault(peer.incarnation, link)  # both may have dialled at the same time
-        link.close()
-        raise LinkEnded(_CLOSED)
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def _on_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def _stop_listening(self) -> None:
+        self._closed = True
+        self._ring()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._readers.close()
+        self._door.close()
+        self._selector.close()
+        with self._lock:
+            bell, self._bell = self._bell, -1
+        os.close(bell)
 
 
-def _refuse(arrival: Arrival, **verdict: str | int) -> None:
-    arrival.answer(json.dumps(verdict).encode())
+def _refuse(arrival: Arrival, verdict: Verdict) -> None:
+    arrival.answer(_encode(verdict))
     arrival.sock.close()

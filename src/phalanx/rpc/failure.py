@@ -1,4 +1,4 @@
-"""What a handler raised, on its way to the caller: its own type where that can be, with the remote traceback."""
+"""Exceptions of handlers on their way to the caller: of their own type where that can be, with the remote traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 
 from phalanx.errors import EncodingError
-from phalanx.rpc.encoding import decode, encode
+from phalanx.rpc.codec import decode, encode
 from phalanx.rpc.members import Member
 
 __all__ = ["Failure", "RemoteError", "RemoteTraceback"]
@@ -66,7 +66,7 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException, *, with_pickle: bool = True) -> Failure:
-        """The failure for an exception that a handler raised."""
+        """Make the failure for an exception that a handler raised."""
         pickled = b""
         if with_pickle:
             with contextlib.suppress(Exception):
@@ -86,14 +86,14 @@ class Failure:
         return Failure(pickled, type(error).__qualname__, text, shown)
 
     def encode(self) -> bytes:
-        """The failure as it is sent. Only an exception within it is pickled, so that any caller can read the rest."""
+        """Encode it. Only an exception within it is pickled, so that any caller can read the rest."""
         texts = (self.type_name, self.text, self.traceback)
         parts = [self.pickled, *(text.encode(errors="backslashreplace") for text in texts)]
         return b"".join((_LENGTHS.pack(*map(len, parts)), *parts))
 
     @staticmethod
     def decode(head: bytes | memoryview) -> Failure:
-        """The failure that :meth:`encode` made a head of.
+        """Decode what :meth:`encode` has made.
 
         Raises:
             EncodingError: it did not.
@@ -111,7 +111,7 @@ class Failure:
             raise EncodingError.damaged(f"a failure that cannot be read ({error})") from error
 
     def rebuilt(self, where: Member, *, unpickle: bool = True) -> BaseException:
-        """The exception for the caller, who asked ``where``.
+        """Make the exception for the caller, who asked ``where``.
 
         Args:
             where: the worker on which it was raised.

@@ -1,4 +1,4 @@
-"""What a call that is under way will return."""
+"""Futures: the results of calls that are under way."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class Future(Generic[T]):
         self._run = run
 
     def done(self) -> bool:
-        """Whether there is a value or an error."""
+        """Return whether there is a value or an error."""
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """The value of the call.
+        """Wait for the value of the call, and return it.
 
         Args:
             timeout_s: how long this thread waits. The call itself has its own timeout and goes on. None: as long as it
@@ -116,7 +116,7 @@ class Future(Generic[T]):
                     self._sleepers.remove(sleeper)
 
     def then(self, function: Callable[[T], Any]) -> Future[Any]:
-        """A future of what ``function`` makes of the value. An error is handed on, without a call."""
+        """Return a future of what ``function`` makes of the value. An error is handed on, without a call."""
         following: Future[Any] = Future(self._help_on, self.cancel, self._run)
 
         def follow(this: Future[T]) -> None:
@@ -150,7 +150,7 @@ class Future(Generic[T]):
         callback(self)
 
     def cancel(self) -> bool:
-        """Give up the call: what has not begun will not, and what has begun is told. Whether it was still under way."""
+        """Give up the call: what has not begun will not, and what has begun is told. Whether that was in time."""
         cancel = self._cancel
         given_up = self._complete(None, Cancelled("the call was given up with cancel()"))
         if given_up and cancel is not None:
@@ -158,11 +158,11 @@ class Future(Generic[T]):
         return given_up
 
     def set_result(self, value: T) -> bool:
-        """Complete it. Whether it was not complete before; else nothing changes."""
+        """Complete it. Return whether it was not complete before; else nothing changes."""
         return self._complete(value, None)
 
     def set_exception(self, error: BaseException) -> bool:
-        """Complete it with an error. Whether it was not complete before; else nothing changes."""
+        """Complete it with an error. Return whether it was not complete before; else nothing changes."""
         return self._complete(None, error)
 
     def _complete(self, value: T | None, error: BaseException | None) -> bool:

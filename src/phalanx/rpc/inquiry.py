@@ -1,12 +1,11 @@
-"""Why a worker has not answered: what the kernel knows of it, what it says itself, and what its neighbours see.
+"""Inquiries into calls without an answer: what the kernel knows of the worker, and what it says itself.
 
 A call whose time is over, or that takes long, is looked into on a thread of its own, because that may wait:
 
 1. The kernel of this host knows at once whether a process here is stopped.
 2. The worker is asked how far the calls have come. That takes no handler there, only a thread that can run Python.
 3. If it does not answer and is on this host, something holds its interpreter. Its place in the program is found from
-   outside (``diagnosis/stacks.py``).
-4. If it is on another host, another worker of that host is asked to look at it.
+   outside (``diagnosis/stacks.py``). Of another host no more can be said.
 
 All calls to one worker whose time is over together are one inquiry.
 """
@@ -21,30 +20,27 @@ from typing import Any, NamedTuple
 from phalanx.diagnosis.call_site import shown
 from phalanx.diagnosis.stacks import is_there, place_of
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
-from phalanx.rpc.calls import Call
-from phalanx.rpc.codecs import FACTS
+from phalanx.rpc.codec import FACTS
 from phalanx.rpc.connections import Connections, Unreached
 from phalanx.rpc.future import Future
-from phalanx.rpc.members import Member, Members
-from phalanx.rpc.serving import PROGRESS, Incoming
+from phalanx.rpc.members import Member
+from phalanx.rpc.peer import Call
+from phalanx.rpc.serving import PROGRESS
 from phalanx.system.processes import state_of
 from phalanx.words import format_count, tell
 
-__all__ = ["LONG_S", "NEIGHBOUR", "Finding", "Inquiries", "on_neighbour", "place_name", "tell_of_long"]
+__all__ = ["LONG_S", "Finding", "Inquiries", "place_name", "tell_of_long"]
 
-NEIGHBOUR = "neighbour"
 LONG_S = 60.0  # after which a call takes long
 # How long a worker may take to answer: this part of the time that a call had, within these limits.
 _PART, _LEAST_S, _MOST_S = 0.1, 0.25, 1.0
-_NEIGHBOUR_S = 1.0
-_MOST_NEIGHBOURS = 2
 _SILENT_S = 0.4  # a host acknowledges much sooner
 _MOST_ASKED = 3
 _MOST = 32  # inquiries at a time; what comes beyond is not looked into
 
 
 class Finding(NamedTuple):
-    """Why there is no answer.
+    """Reason for a missing answer.
 
     Attributes:
         cause: one of those that ``CallTimeout`` lists.
@@ -61,16 +57,8 @@ UNKNOWN = Finding("", "")
 
 
 def place_name(member: Member) -> str:
-    """By which name other processes of its host know a worker (``diagnosis/stacks.py``)."""
+    """Return the name by which other processes of its host know a worker (``diagnosis/stacks.py``)."""
     return f"phalanx-rpc-{member.incarnation}-{member.port}"
-
-
-def on_neighbour(incoming: Incoming, asked: dict[str, Any]) -> dict[str, str]:
-    """Look at a process of this host for a worker of another; an empty answer if it is not the one that is meant."""
-    pid, name = int(asked["pid"]), str(asked["name"])
-    if not name.startswith("phalanx-rpc-") or not is_there(pid, name):
-        return {}
-    return {"process": state_of(pid), "at": place_of(pid, name)}
 
 
 def tell_of_long(calls: list[Call], findings: list[Finding]) -> None:
@@ -85,12 +73,11 @@ class Inquiries:
 
     Args:
         connections: the ways to the others.
-        members: who there is.
         request: asks a worker for a service (``Agent.request``).
     """
 
-    def __init__(self, connections: Connections, members: Members, request: Callable[..., Future[Any]]) -> None:
-        self._connections, self._members, self._request = connections, members, request
+    def __init__(self, connections: Connections, request: Callable[..., Future[Any]]) -> None:
+        self._connections, self._request = connections, request
         self._threads: set[threading.Thread] = set()
 
     def begin(self, calls: Sequence[Call], then: Callable[[list[Call], list[Finding]], None]) -> None:
@@ -121,14 +108,14 @@ class Inquiries:
                 thread.join()
 
     def overdue(self, call: Call, timeout_s: float) -> CallTimeout:
-        """The error for a call that goes on, though its caller has waited for ``timeout_s`` seconds."""
+        """Make the error for a call that goes on, though its caller has waited for ``timeout_s`` seconds."""
         finding = UNKNOWN
         with contextlib.suppress(PhalanxError, *Unreached):
             finding = self.look(call.to, [call.number], _patience_s(timeout_s))[0]
         return call.late(timeout_s, finding.text, finding.cause, finding.at)
 
     def why_not_done(self, members: Sequence[Member]) -> str:
-        """What keeps workers, in sentences; of many, only a few are asked. It takes up to about a second for each."""
+        """Say what keeps workers; of many, only a few are asked. It takes up to about a second for each."""
         sentences = []
         for member in members[:_MOST_ASKED]:
             with contextlib.suppress(PhalanxError, *Unreached):
@@ -137,11 +124,11 @@ class Inquiries:
         return " ".join(sentences)
 
     def of_worker(self, member: Member) -> Finding:
-        """What a worker does, or what has become of it; it takes about a second at most."""
+        """Find out what a worker does, or what has become of it; it takes about a second at most."""
         return self.look(member, [0], _LEAST_S)[0]
 
     def look(self, member: Member, numbers: Sequence[int], patience_s: float) -> list[Finding]:
-        """Why a worker has not answered these calls; it waits for about ``patience_s`` seconds at most."""
+        """Find out why a worker has not answered these calls; it takes about ``patience_s`` seconds at most."""
         if (seen := self._seen(member)) is not None:
             return [seen] * len(numbers)
         try:
@@ -165,7 +152,7 @@ class Inquiries:
             then(group, findings)
 
     def _pid_here(self, member: Member) -> int:
-        """The pid of a worker of this host, as this process sees it; 0 if it cannot see it."""
+        """Return the pid of a worker of this host, as this process sees it; 0 if it cannot see it."""
         link = self._connections.link_now(member)
         pid = int(link.state().get("pid", 0)) if link is not None else 0
         if pid == 0 and member.host == self._connections.host and is_there(member.pid, place_name(member)):
@@ -173,7 +160,7 @@ class Inquiries:
         return pid
 
     def _seen(self, member: Member) -> Finding | None:
-        """What the kernel knows."""
+        """Ask the kernel."""
         link = self._connections.link_now(member)
         silent_s = float(link.state().get("silent_s", 0.0)) if link is not None else 0.0
         if silent_s > _SILENT_S:
@@ -187,22 +174,9 @@ class Inquiries:
         return None
 
     def _silent(self, member: Member, patience_s: float) -> Finding:
-        """What can be found out about a worker that answers no question."""
+        """Find out what can be about a worker that answers no question."""
         if pid := self._pid_here(member):
             return _held(state_of(pid), place_of(pid, place_name(member)))
-        neighbours = [
-            other
-            for other in self._members.beside({member.incarnation})
-            if other.host == member.host and member.host != self._connections.host
-        ]
-        for other in neighbours[:_MOST_NEIGHBOURS]:
-            asked = {"pid": member.pid, "name": place_name(member)}
-            with contextlib.suppress(PhalanxError, *Unreached):
-                seen = self._request(
-                    other, NEIGHBOUR, asked, _NEIGHBOUR_S, asked="to look at another process", codec=FACTS
-                ).wait()
-                if seen:
-                    return _stopped(member, seen["process"]) or _held(seen["process"], seen["at"])
         return Finding(
             "silent",
             f"It has not said within {patience_s:g} s what it does, though its host answers: its process is stopped, "
@@ -234,7 +208,7 @@ def _held(state: str, at: str) -> Finding:
 
 
 def _told(entry: dict[str, Any]) -> Finding:
-    """What a worker says about one call, or about itself."""
+    """Read what a worker says about one call, or about itself."""
     if "main" in entry:
         at = str(entry["main"])
         return Finding("handler", f"It runs; its main thread is at {shown(at)}." if at else "It runs.", at)

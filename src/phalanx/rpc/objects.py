@@ -5,7 +5,7 @@ hold which objects: a holder tells it once when it begins to hold and once when 
 each copy of a reference. A hold ends with its process too: the owner sees the link to it end. So nothing depends on the
 order in which garbage is collected, and a holder that dies leaves nothing behind.
 
-On the way from A to B a reference is A's until B's hold is known to the owner (``in_transit.py``).
+On the way from A to B a reference is A's until B's hold is known to the owner (``codec.py``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 from phalanx.diagnosis.call_site import capture, text_of
 from phalanx.errors import CallTimeout, ObjectLost, WorkerLost
-from phalanx.rpc import in_transit, session, streams, verbs
+from phalanx.rpc import session, streams, verbs
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
-from phalanx.rpc.codecs import pickled_parts
+from phalanx.rpc.codec import arrived, keep, pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.serving import NOBODY
@@ -274,14 +274,14 @@ class RemoteObject:
         return f"<{self._type_name} {self._number} on {self._owner}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        in_transit.keep(self)
+        keep(self)
         return _arrive, (self._owner, self._number, self._type_name)
 
 
 def _arrive(owner: Member, number: int, type_name: str) -> RemoteObject:
     reference = RemoteObject(owner, number, type_name)
     table = _table()
-    in_transit.arrived(lambda: table.tell(owner))
+    arrived(lambda: table.tell(owner))
     return reference
 
 

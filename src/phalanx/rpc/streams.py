@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import CallTimeout, ClosedError
-from phalanx.rpc import in_transit, session
+from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Incoming
+from phalanx.rpc.codec import keep
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
@@ -37,7 +38,7 @@ _Answer = tuple[Any, bool, Any]
 
 
 class _Raised:
-    """What a generator raised, as it travels.
+    """Exception of a generator, as it travels.
 
     It is taken apart while the answer is pickled, and put together while the answer is read, so that the references in
     it are held on the way like those in an item.
@@ -59,7 +60,7 @@ def _rebuilt(failure: Failure, where: Member) -> BaseException:
 
 @dataclass(frozen=True)
 class Coming:
-    """What arrives in the place of an :class:`Offered`."""
+    """Description of a stream, which arrives in the place of an :class:`Offered`."""
 
     number: int
     owner: Member
@@ -77,7 +78,7 @@ class Offered:
         self._ending.atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        in_transit.keep(self, self._ending.detach)
+        keep(self, self._ending.detach)
         return Coming, (self._number, self._owner)
 
 
@@ -97,7 +98,7 @@ class _Source:
         self._running = self._ended = self._closed = False
 
     def take(self, at: int) -> _Answer | Future[_Answer]:
-        """The item of a number, now or later; requests for items may come in any order."""
+        """Return the item of a number, now or later; requests for items may come in any order."""
         with self._lock:
             if self._closed or self._ended:
                 return None, True, None
@@ -178,7 +179,7 @@ def offer(peer: Member, items: Any, loop: Callable[[], asyncio.AbstractEventLoop
 
 
 def received(value: Any, timeout_s: float | None = None) -> Any:
-    """The value of a call for its caller: an iterator in the place of a stream's description."""
+    """Return the value of a call for its caller: an iterator in the place of a stream's description."""
     return Stream(value, timeout_s) if isinstance(value, Coming) else value
 
 

@@ -14,15 +14,15 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from phalanx.errors import ArgumentError, WorkerLost
-from phalanx.rpc import in_transit, session, streams
+from phalanx.rpc import session, streams
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
 from phalanx.rpc.autograd.contexts import contexts
-from phalanx.rpc.codecs import pickled_parts
+from phalanx.rpc.codec import pickled_parts, sending
 from phalanx.rpc.failure import RemoteTraceback
 from phalanx.rpc.future import Future
+from phalanx.rpc.links.contract import SentToMany
 from phalanx.rpc.members import Member
-from phalanx.rpc.message import SentToMany
 from phalanx.system import threads
 
 __all__ = ["ASKED", "CALL", "Asked", "call", "each", "name_of", "perform", "refuse_timeout", "start"]
@@ -36,7 +36,7 @@ _LOOP_END_S = 2.0
 
 @runtime_checkable
 class Callee(Protocol):
-    """What can be called in the place of a worker: a remote object (``objects.py``)."""
+    """Something that can be called in the place of a worker: a remote object (``objects.py``)."""
 
     def _start_call(
         self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
@@ -140,7 +140,7 @@ def each(
         group = [member for member in agent.members() if member != agent.me]
     if contexts.current() is not None:  # each worker's part of the graph has edges of its own
         return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
-    (head, buffers), kept = in_transit.sending(ASKED.encode, (function, args, kwargs))
+    (head, buffers), kept = sending(ASKED.encode, (function, args, kwargs))
     name, made = name_of(function), partial(streams.received, timeout_s=timeout_s)
     with contextlib.closing(SentToMany(buffers)) as shared:
         return [
@@ -149,7 +149,7 @@ def each(
 
 
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function for another worker: its value, a future of it, or the stream of its items."""
+    """Call a function for another worker; return its value, a future of it, or the stream of its items."""
     refuse_timeout(function, kwargs)
     result = function(*args, **kwargs)
     if isinstance(result, CoroutineType):
@@ -171,7 +171,7 @@ def refuse_timeout(function: Callable[..., Any], kwargs: dict[str, Any]) -> None
 
 
 def name_of(function: object) -> str:
-    """A function's name for people; it must be one."""
+    """Return a function's name for people; it must be one."""
     if not callable(function):
         raise ArgumentError(f"{function!r} is not a function; names are those of methods, of remote objects")
     return getattr(function, "__qualname__", None) or type(function).__qualname__
@@ -183,7 +183,7 @@ _loop_lock = threading.Lock()
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop on which this process awaits what others ask for; it has a thread of its own."""
+    """Return the event loop on which this process awaits what others ask for; it has a thread of its own."""
     global _loop
     with _loop_lock:
         if _loop is None:

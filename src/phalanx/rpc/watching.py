@@ -1,4 +1,4 @@
-"""Who comes and goes: ``rpc.watch``.
+"""Presence of workers: ``rpc.workers``, ``rpc.describe``, and ``rpc.watch``.
 
 A watch has a link to each worker that it watches, so it learns at once of one that is lost. Of those that come it
 learns from the store, which it asks one small question every ``LOOK_S`` seconds; who watches nobody asks nothing.
@@ -16,16 +16,52 @@ from phalanx.rpc import session
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Member
 from phalanx.system.threads import TimedQueue, start
-from phalanx.words import tell
+from phalanx.topology.table import format_table
+from phalanx.words import format_count, tell
 from phalanx.wrong_arguments import require
 
-__all__ = ["Watch", "watch"]
+__all__ = ["Watch", "describe", "watch", "workers"]
 
-LOOK_S = 0.25
+LOOK_S = 0.25  # the pause between two looks
 # How long a link to a worker may take to make before others are looked at.
 _REACH_S = 2.0
 
 Callback = Callable[[Member, str], None]
+
+
+def workers() -> list[Member]:
+    """Return all workers that are there, by rank and name, this one among them; those that are no rank at the end.
+
+    It asks the job's store, which costs about as much as an empty call. A worker that was killed is left out as soon as
+    somebody has noticed; ``rpc.watch`` notices by itself.
+
+    Raises:
+        ClosedError: this process is not a worker.
+    """
+    return session.agent().members()
+
+
+def describe() -> str:
+    """Return the workers as a table: name, rank, host, pid, and address. One process is enough to call it.
+
+    ``World.describe`` has the ranks only. Here are also the workers that are no rank, such as a parameter server that
+    was started by itself.
+
+    Raises:
+        ClosedError: this process is not a worker.
+    """
+    me = session.agent().me
+    lines = [
+        {
+            "worker": f"{member.name} (this one)" if member.incarnation == me.incarnation else member.name,
+            "rank": "none" if member.rank < 0 else str(member.rank),
+            "host": member.host,
+            "pid": str(member.pid),
+            "address": f"{member.address}:{member.port}",
+        }
+        for member in workers()
+    ]
+    return format_table(lines, title=format_count(len(lines), "worker"), text_columns=("worker", "host", "address"))
 
 
 class Watch:

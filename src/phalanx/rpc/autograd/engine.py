@@ -24,7 +24,7 @@ from phalanx.rpc.autograd.contexts import Context, contexts, is_creator, worker_
 from phalanx.rpc.autograd.edges import receive, send
 from phalanx.rpc.autograd.overdue import STATE, overdue
 from phalanx.rpc.autograd.passes import GRADIENTS, MARK, Gradients, Pass, gathered
-from phalanx.rpc.codecs import FACTS
+from phalanx.rpc.codec import FACTS
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 

@@ -12,10 +12,10 @@ from phalanx.diagnosis.call_site import capture, shown, text_of
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.autograd.passes import Pass
-from phalanx.rpc.calls import facts_of
-from phalanx.rpc.codecs import FACTS
+from phalanx.rpc.codec import FACTS
 from phalanx.rpc.inquiry import Finding
 from phalanx.rpc.members import Member
+from phalanx.rpc.peer import facts_of
 
 __all__ = ["STATE", "overdue"]
 

@@ -16,8 +16,7 @@ import torch
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.autograd.engine import Metadata, running_in, unwrap, wrap
-from phalanx.rpc.codecs import PICKLED, Codec
-from phalanx.rpc.encoding import decode, decoding_context, encode
+from phalanx.rpc.codec import PICKLED, Codec, decode, decoding_context, encode
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 

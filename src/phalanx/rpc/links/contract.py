@@ -1,20 +1,102 @@
-"""The contract between the agent of a process (``rpc/agent.py``) and a way to another process.
+"""Messages, and the contract between the agent of a process (``rpc/agent.py``) and a link to another process.
 
-There are two ways: shared memory between processes of one host, and a proven TCP connection. A link belongs to exactly
-two processes, in their present incarnations; when one of them ends, the link ends, and another is made for the next.
+A message is a request, the answer to one, or a notice that nobody answers. It has a head, which ``codec.py`` makes, and
+the memory of tensors beside it, so that a link can hand that on without a copy.
+
+There are two kinds of link beside that to oneself: shared memory between processes of one host, and a proven TCP
+connection. A link belongs to exactly two processes, in their present incarnations; when one of them ends, the link
+ends, and another is made for the next.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_uint64
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
 
 from phalanx.errors import EncodingError
-from phalanx.rpc.message import Message
 from phalanx.words import format_gib
 
-__all__ = ["Link", "LinkEnded", "Receiver"]
+if TYPE_CHECKING:
+    from phalanx.rpc.peer import Peer
+
+__all__ = ["Buffer", "Kind", "Link", "LinkEnded", "Message", "OwnLink", "Receiver", "SentToMany"]
+
+# Memory of a tensor or of another large object: C-contiguous, of bytes. A received one may be written to, and it stays
+# valid as long as the object does.
+Buffer = memoryview
+
+
+class SentToMany(list[Buffer]):
+    """The buffers of messages to several workers, which are the same but for their numbers.
+
+    A link may make one copy of such a message that all receivers read. It is given up with
+    :meth:`close`, when the last message has been sent; receivers keep what they have.
+    """
+
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
+        super().__init__(buffers)
+        self._copies: dict[object, tuple[c_uint64, Callable[[c_uint64], None]]] = {}
+
+    def copy_of(self, owner: object, make: Callable[[c_uint64], None], give_up: Callable[[c_uint64], None]) -> int:
+        """Return the handle of ``owner``'s copy; 0 if none can be made.
+
+        Args:
+            owner: who can lend the copy.
+            make: makes it if there is none, and writes its handle, which is 0 before. What it returned could be lost: a
+                signal's handler may raise as soon as it has returned.
+            give_up: gives it up, and writes 0 into the handle. May be called again.
+        """
+        if owner not in self._copies:
+            handle = c_uint64()
+            self._copies[owner] = handle, give_up
+            make(handle)
+        return self._copies[owner][0].value
+
+    def close(self) -> None:
+        """Give the copies up."""
+        for handle, give_up in self._copies.values():
+            give_up(handle)
+        self._copies.clear()
+
+
+class Kind(IntEnum):
+    """Purpose of a message."""
+
+    REQUEST = 1  # run something and answer
+    ANSWER = 2  # what it returned
+    FAILURE = 3  # what it raised
+    NOTICE = 4  # like a request, without an answer: a cancellation, a lease, one item of a stream
+
+
+@dataclass(slots=True)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: what it is for.
+        call: the number of the request, unique among those of the process that made it; an answer has its request's.
+        service: the name of what is asked for (``Agent.serve``); empty in an answer.
+        head: what was pickled, or what the typed encoding wrote.
+        buffers: the memory beside it.
+    """
+
+    kind: Kind
+    call: int
+    service: str
+    head: bytes | memoryview
+    buffers: Sequence[Buffer] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the message, without what a link adds."""
+        nbytes = len(self.head)
+        for buffer in self.buffers:
+            nbytes += buffer.nbytes
+        return nbytes
 
 
 class Receiver(Protocol):
@@ -41,7 +123,7 @@ class Receiver(Protocol):
 
 
 class Link(ABC):
-    """A way to one other process.
+    """A link to one other process.
 
     Messages of up to ``SMALL_BYTES`` overtake larger ones that are on their way. Among the small ones, and among the
     large ones, the order is kept, and each arrives once. All methods may be called from any thread.
@@ -51,7 +133,8 @@ class Link(ABC):
     LONGEST_HEAD = (1 << 32) - 1  # bytes
     MOST_BUFFERS = (1 << 32) - 1
 
-    name: str  # which way it is, for people: ``shared memory``, ``tcp``
+    name: str  # for people: ``shared memory``, ``tcp``
+    peer: Peer | None = None  # at the other end, from when the agent knows the link to its end
 
     @abstractmethod
     def send(self, message: Message, timeout_s: float) -> None:
@@ -99,7 +182,7 @@ class Link(ABC):
         """
 
     def state(self) -> dict[str, float | str]:
-        """What is known of the other process without asking it.
+        """Return what is known of the other process without asking it.
 
         Returns:
             Nothing, or what this way can tell: ``process``, the state of the process as the kernel names it (``T``:
@@ -112,3 +195,31 @@ class Link(ABC):
 
 class LinkEnded(Exception):
     """The other process is gone, or the way to it. Its text says how that was noticed."""
+
+
+class OwnLink(Link):
+    """Messages to oneself. They are encoded as others are, so that a call has the same meaning wherever it runs.
+
+    Args:
+        receiver: takes what is sent.
+    """
+
+    name = "itself"
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._closed = False
+
+    def send(self, message: Message, timeout_s: float) -> None:
+        """See :class:`Link`."""
+        if self._closed:
+            raise LinkEnded("this process has closed it")
+        copies = [memoryview(bytearray(buffer)) for buffer in message.buffers]
+        copy = Message(message.kind, message.call, message.service, bytes(message.head), copies)
+        self._receiver.deliver(self, copy, may_block=False)
+
+    def close(self) -> None:
+        """See :class:`Link`."""
+        if not self._closed:
+            self._closed = True
+            self._receiver.ended(self, "this process has closed it")

@@ -16,19 +16,16 @@ import os
 import platform
 import select
 import threading
-import time
 from functools import partial
 from typing import Protocol
 
-from phalanx.errors import PROCESS_LIMIT_HINT
+from phalanx.rpc.handlers import IDLE_S, Pool
 from phalanx.words import tell
 
 __all__ = ["Armed", "Readable", "Readers"]
 
 FEW_THREADS = 2  # that stay when there is nothing to do
 MOST_THREADS = 256  # a limit on mistakes, such as calls that go to and fro for ever
-IDLE_S = 30.0
-JOIN_S = 2.0
 _ARMED = select.EPOLLIN | select.EPOLLONESHOT
 _DISARMED = select.EPOLLONESHOT
 _MODIFY = 3  # EPOLL_CTL_MOD
@@ -82,15 +79,13 @@ class Readers:
     """
 
     def __init__(self, threads: int = MOST_THREADS) -> None:
-        self._most = threads
         self._epoll = select.epoll()
         self._connections: dict[int, Readable] = {}
-        self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
         self._asleep: set[threading.Thread] = set()
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)  # rings for all threads when they have to end
         self._epoll.register(self._bell, select.EPOLLIN)
+        self._pool = Pool("phalanx-rpc-tcp", self._read, threads, FEW_THREADS)
 
     def add(self, connection: Readable) -> Armed:
         """Read a connection as soon as it has been armed, by what this returns.
@@ -101,8 +96,8 @@ class Readers:
         descriptor = connection.fileno()
         self._connections[descriptor] = connection
         self._epoll.register(descriptor, _DISARMED)
-        for _ in range(min(FEW_THREADS, self._most) - len(self._threads)):
-            self._add_thread()
+        while len(self._pool) < FEW_THREADS and self._pool.add():
+            pass
         return Armed(self._epoll.fileno(), descriptor)
 
     def remove(self, connection: Readable) -> None:
@@ -114,62 +109,24 @@ class Readers:
                 self._epoll.unregister(descriptor)
 
     def leave(self) -> bool:
-        """The calling thread, one of these, is about to do what may take long: have another one to read meanwhile.
+        """Have another thread read while the calling one, one of these, does what may take long.
 
         Returns:
             Whether there is one. Otherwise the calling thread has to come back soon.
         """
-        return bool(self._asleep) or self._add_thread()
+        return bool(self._asleep) or self._pool.add()
 
     def close(self) -> None:
         """End the threads. Those that run a handler end after it, and are waited for a short time only."""
-        with self._lock:
-            if self._closed:
-                return
+        if not self._closed:
             self._closed = True
-            threads = list(self._threads)
             os.eventfd_write(self._bell, 1)
-        until = time.monotonic() + JOIN_S
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
-        self._leave_empty()
+            self._pool.close()
+            self._pool.when_empty(self._close_descriptors)
 
-    def _add_thread(self) -> bool:
-        """Start one more thread; whether there may be one more."""
-        with self._lock:
-            if self._closed or len(self._threads) >= self._most:
-                return False
-            thread = threading.Thread(target=self._run, name="phalanx-rpc-tcp", daemon=True)
-            self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            with self._lock:
-                self._threads.discard(thread)
-                last = not self._threads
-            if last:
-                what = f"a worker cannot start a thread that reads its connections ({error})"
-                tell(f"warning: {what}; {PROCESS_LIMIT_HINT}")
-            return False
-        return True
-
-    def _leave_empty(self) -> None:
-        """Close the descriptors if the last thread has ended."""
-        with self._lock:
-            if self._closed and not self._threads and self._bell >= 0:
-                bell, self._bell = self._bell, -1
-                self._epoll.close()
-                os.close(bell)
-
-    def _run(self) -> None:
-        me = threading.current_thread()
-        try:
-            self._read()
-        finally:
-            with self._lock:
-                self._threads.discard(me)
-            self._leave_empty()
+    def _close_descriptors(self) -> None:
+        self._epoll.close()
+        os.close(self._bell)
 
     def _read(self) -> None:
         me = threading.current_thread()
@@ -179,15 +136,11 @@ class Readers:
                 events = self._epoll.poll(IDLE_S, 1)
             finally:
                 self._asleep.discard(me)
-            if not events:
-                with self._lock:
-                    if len(self._threads) > FEW_THREADS:
-                        self._threads.discard(me)
-                        return
-                continue
-            connection = self._connections.get(events[0][0])
+            connection = self._connections.get(events[0][0]) if events else None
             if connection is not None:
                 try:
                     connection.ready()
                 except Exception as error:  # the other connections go on
                     tell(f"warning: a connection of RPC failed: {error!r}")
+            elif not events and self._pool.may_end():
+                return

@@ -15,27 +15,28 @@ import ctypes
 import json
 import os
 import secrets
+import struct
 import threading
 import time
 from collections.abc import Callable
-from ctypes import c_int, c_uint32, c_uint64
-from functools import partial
+from ctypes import c_int, c_ubyte, c_uint32, c_uint64, c_void_p
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import numpy as np
 
 from phalanx.native.core import Status, library, rpc
-from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
-from phalanx.rpc.links.image import OWN, Box, Damaged, pack, pieces, received
-from phalanx.rpc.message import Kind, Message, SentToMany
+from phalanx.rpc.handlers import IDLE_S, Pool
+from phalanx.rpc.links.contract import Buffer, Kind, Link, LinkEnded, Message, Receiver, SentToMany
 from phalanx.system.processes import state_of
-from phalanx.system.threads import AwakeClock, start
+from phalanx.system.threads import AwakeClock
 from phalanx.words import tell
 
-__all__ = ["SharedHub", "SharedLink"]
+__all__ = ["Box", "Damaged", "SharedHub", "SharedLink", "pack", "received"]
 
 SLAB_BYTES = 256 << 20  # of address space for each direction of a link; memory is taken when it is first used
 FEW_THREADS = 2  # that stay when there is nothing to do
 MOST_THREADS = 256  # a limit on mistakes, such as calls that go to and fro for ever
-IDLE_S = 30.0
-JOIN_S = 2.0
 _COOKIE_BYTES = 16
 _SMALL_LANE, _BULK_LANE = 0, 1  # enum phx_rpc_lane
 _HERE = "this process has closed it"
@@ -50,6 +51,153 @@ _WHY = (  # enum phx_rpc_end
     "the memory shared with it is damaged",
     "this process has no memory left for the messages between them",
 )
+
+
+# -- images: messages as they lie in memory (``native/csrc/rpc/rpc.h``) ------------------------------
+
+# An image begins with a header that the core reads, followed by the sizes of the buffers, the service's name, the head,
+# and the buffers, each at a multiple of ALIGN bytes.
+ALIGN = 64
+LARGEST_SMALL = 126976  # PHX_RPC_SMALL: an image of more bytes does not fit into a ring
+_HEADER = struct.Struct("<QIHBxI4xQ")  # struct phx_rpc_image
+_BOX = struct.Struct("<QQQ6I16xQIHBxI4xQ")  # struct phx_rpc_box, and the header of the image after it
+_BOX_HEAD = 64
+BOX_BYTES = _BOX_HEAD + LARGEST_SMALL
+OWN = 0xFFFFFFFF  # PHX_RPC_OWN: an image in memory that the core has taken for it alone
+_INLINE = 0xFFFFFFFE  # PHX_RPC_INLINE
+_PADDING = bytes(ALIGN)
+_KINDS = dict(enumerate(Kind, 1))
+
+
+class Damaged(Exception):
+    """Memory that was received and holds no message."""
+
+
+@lru_cache(4096)
+def _name(service: str) -> bytes:
+    return service.encode()
+
+
+@lru_cache(4096)
+def _service(name: bytes) -> str:
+    return name.decode()
+
+
+def _parts(message: Message) -> tuple[int, list[bytes | memoryview]]:
+    """Return how many bytes the image has, and its parts in order."""
+    service, head, buffers = _name(message.service), message.head, message.buffers
+    at = _HEADER.size + 8 * len(buffers) + len(service) + len(head)
+    parts: list[bytes | memoryview] = [b"", service, head]
+    sizes = []
+    for buffer in buffers:
+        padding = -at % ALIGN
+        sizes.append(buffer.nbytes)
+        parts += (_PADDING[:padding], buffer)
+        at += padding + buffer.nbytes
+    header = _HEADER.pack(message.call, len(head), len(service), message.kind, len(buffers), at)
+    parts[0] = header + struct.pack(f"<{len(sizes)}Q", *sizes) if sizes else header
+    return at, parts
+
+
+def pack(message: Message, small: int) -> bytes | None:
+    """Make the image of a message of at most ``small`` bytes; None if it has more, or its image is no small one."""
+    if message.nbytes > small:
+        return None
+    nbytes, parts = _parts(message)
+    return b"".join(parts) if nbytes <= LARGEST_SMALL else None
+
+
+def pieces(message: Message) -> tuple[int, Any, Any, object]:
+    """Take a large image apart as it lies in several places: their number, addresses and sizes, and their owners."""
+    places = [np.frombuffer(part, np.uint8) for part in _parts(message)[1] if len(part)]
+    number = len(places)
+    addresses = (c_void_p * number)(*[place.__array_interface__["data"][0] for place in places])
+    return number, addresses, (c_uint64 * number)(*[place.nbytes for place in places]), places
+
+
+@cache
+def _memory_type(order: int) -> type[ctypes.Array[c_ubyte]]:
+    """Make a type of memory of at most 2**order bytes that is lent; a type per size would be slow to make."""
+
+    class Lent(c_ubyte * (1 << order)):  # type: ignore[misc]
+        give_back: Callable[[], None]
+
+        def __del__(self) -> None:
+            self.give_back()
+
+    return Lent
+
+
+class Box:
+    """Receive buffer of a thread, with room for a small message.
+
+    Attributes:
+        address: where it lies.
+        view: its bytes.
+        taken: how often the core had put something into it when the thread last took that out.
+    """
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(BOX_BYTES)
+        self.address = ctypes.addressof(self._memory)
+        self.view = memoryview(self._memory).cast("B")
+        self.taken = 0
+
+    def open(self) -> tuple[int, ...]:
+        """Return what came last: link, where, nbytes, block, sequence, lane, ended, idle, taken.
+
+        Then of its image: call, head_bytes, service_bytes, kind, buffers, nbytes.
+        """
+        return _BOX.unpack_from(self._memory)
+
+    def has_more(self) -> bool:
+        """Return whether something was put into it that has not been taken out."""
+        return self.open()[8] != self.taken
+
+
+def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int, int, int], None]) -> Message:
+    """Return the message in a box. A large one lies where it came, and is released when nobody can reach it any more.
+
+    Raises:
+        Damaged: its lengths do not fit together.
+    """
+    link, where, nbytes, block, sequence, _, _, _, _, call, head_bytes, service_bytes, kind, buffers, _ = values
+    at = _HEADER.size + 8 * buffers
+    body = at + service_bytes
+    end = body + head_bytes
+    if block == _INLINE:
+        view = box.view[_BOX_HEAD : _BOX_HEAD + nbytes]
+        if end > nbytes:
+            raise Damaged
+        head: Buffer | bytes = bytes(view[body:end])
+    else:
+        memory = _memory_type((nbytes - 1).bit_length()).from_address(where)
+        memory.give_back = partial(release, link, block, sequence, where, nbytes)  # type: ignore[attr-defined]
+        view = memoryview(memory).cast("B")[:nbytes]
+        if end > nbytes:
+            raise Damaged
+        head = view[body:end]
+    if kind not in _KINDS:  # only now, because a large image is given back by its memory
+        raise Damaged
+    parts = []
+    if buffers:
+        for size in struct.unpack_from(f"<{buffers}Q", view, _HEADER.size):
+            end += -end % ALIGN
+            part = view[end : end + size]
+            if len(part) != size:
+                raise Damaged
+            parts.append(memoryview(bytearray(part)) if block == _INLINE else part)
+            end += size
+    if end != nbytes:
+        raise Damaged
+    try:
+        service = _service(bytes(view[at:body]))
+    except UnicodeDecodeError:
+        raise Damaged from None
+    return Message(_KINDS[kind], call, service, head, parts)
+
+
+# -- links -----------------------------------------------------------------------------------------
 
 
 class _Patience:
@@ -134,20 +282,22 @@ class SharedLink(Link):
             if shared and self._post(lend, timeout_s) != Status.BAD_ARGUMENT:
                 return
         placed = c_uint64()
-        with pieces(message) as where:
-            try:
-                self._core.phx_rpc_put(self._handle, *where, placed)  # beside other large messages, and small ones
-                if placed.value:
-                    attempt = partial(self._core.phx_rpc_post, self._handle, placed)
-                else:
-                    attempt = partial(self._core.phx_rpc_stream, self._handle, *where, c_uint64())
-                if self._post(attempt, timeout_s) != Status.OK:
-                    raise self._lost()
-            except BaseException:
-                # Unless it has been posted: a signal's handler may raise as soon as the core has done so.
-                if placed.value:
-                    self._core.phx_rpc_take_back(self._handle, placed)
-                raise
+        *where, owners = pieces(message)
+        try:
+            self._core.phx_rpc_put(self._handle, *where, placed)  # beside other large messages, and small ones
+            if placed.value:
+                attempt = partial(self._core.phx_rpc_post, self._handle, placed)
+            else:
+                attempt = partial(self._core.phx_rpc_stream, self._handle, *where, c_uint64())
+            if self._post(attempt, timeout_s) != Status.OK:
+                raise self._lost()
+        except BaseException:
+            # Unless it has been posted: a signal's handler may raise as soon as the core has done so.
+            if placed.value:
+                self._core.phx_rpc_take_back(self._handle, placed)
+            raise
+        finally:
+            del owners
 
     def _post(self, attempt: Callable[[], int], timeout_s: float) -> int:
         """Call ``attempt``, which puts records into the bulk lane, until it has: its status."""
@@ -244,24 +394,21 @@ class SharedHub:
         self._links: dict[int, SharedLink] = {}
         self._offers: dict[bytes, tuple[SharedLink, int]] = {}
         self._boxes = threading.local()
-        self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
-        self._most = threads
         self._closed = False
         self._handle = self._core.phx_rpc_open(self._cookie, slab_bytes)
         if not self._handle:
             error = ctypes.get_errno()
             raise OSError(error, f"no shared memory for RPC: {os.strerror(error)}")
         self._answers = c_uint32.from_address(self._core.phx_rpc_answers(self._handle))
-        for _ in range(min(FEW_THREADS, threads)):
-            self._add_thread()
+        self._pool = Pool("phalanx-rpc-shared", self._serve, threads, FEW_THREADS)
+        self._pool.fill()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._core.phx_rpc_close(self._handle)
 
     def offer(self) -> bytes:
-        """Something for one other process, by which it can attach.
+        """Make something for one other process, by which it can attach.
 
         Raises:
             OSError: there is no memory or no descriptor for it.
@@ -283,7 +430,7 @@ class SharedHub:
         return text
 
     def accept(self, offer: bytes) -> SharedLink | None:
-        """The link to the process that made the offer; None if its memory is out of reach, as on another host.
+        """Return the link to the process that made the offer; None if its memory is out of reach, as on another host.
 
         Call :meth:`SharedLink.begin` when the receiver knows it.
         """
@@ -302,7 +449,7 @@ class SharedHub:
         return SharedLink(self, handle) if handle else None
 
     def confirm(self, offer: bytes) -> SharedLink:
-        """The link to whoever has accepted the offer. Call :meth:`SharedLink.begin` when the receiver knows it.
+        """Return the link to whoever has accepted the offer. Call :meth:`SharedLink.begin` when the receiver knows it.
 
         Raises:
             LinkEnded: that process is gone, or its memory is out of reach.
@@ -333,14 +480,11 @@ class SharedHub:
         for offer in list(self._offers):
             self.withdraw(offer)
         self._core.phx_rpc_shut(self._handle)
-        until = time.monotonic() + JOIN_S
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+        self._pool.close()
 
     def _share(self, message: Message, shared: c_uint64) -> None:
-        with pieces(message) as where:
-            self._core.phx_rpc_share(self._handle, *where, shared)
+        *where, _owners = pieces(message)
+        self._core.phx_rpc_share(self._handle, *where, shared)
 
     def _unshare(self, shared: c_uint64) -> None:
         self._core.phx_rpc_unshare(self._handle, shared)
@@ -352,40 +496,15 @@ class SharedHub:
             self._boxes.box = Box()
             return self._boxes.box  # type: ignore[no-any-return]
 
-    def _add_thread(self) -> bool:
-        """Start one more thread; whether there may be one more."""
-        with self._lock:
-            if self._closed or len(self._threads) >= self._most:
-                return False
-            thread = threading.Thread(target=self._serve, name="phalanx-rpc-shared", daemon=True)
-            self._threads.add(thread)
-        try:
-            start(thread)
-        except RuntimeError:
-            with self._lock:
-                self._threads.discard(thread)
-            if not self._threads:
-                raise
-            return False
-        return True
-
     def _serve(self) -> None:
         receive, box = self._core.phx_rpc_next, self._box()
         idle_since = time.monotonic()
-        while True:
-            status = receive(self._handle, box.address)
+        while (status := receive(self._handle, box.address)) != Status.PEER_LOST:
             if status == Status.OK:
                 self._take(box, serving=True)
                 idle_since = time.monotonic()
-            elif status == Status.PEER_LOST:
-                break
-            elif time.monotonic() - idle_since > IDLE_S:
-                with self._lock:
-                    if len(self._threads) > FEW_THREADS:
-                        self._threads.discard(threading.current_thread())
-                        return
-        with self._lock:
-            self._threads.discard(threading.current_thread())
+            elif time.monotonic() - idle_since > IDLE_S and self._pool.may_end():
+                return
 
     def _take(self, box: Box, *, serving: bool) -> None:
         """Give what has been received to the receiver."""
@@ -410,7 +529,7 @@ class SharedHub:
             return
         try:
             if kind == Kind.REQUEST:
-                others = values[7] or self._add_thread()  # one has to receive meanwhile
+                others = values[7] or self._pool.add()  # one has to receive meanwhile
                 link._begun(handle, lane)
                 self._receiver.deliver(link, message, may_block=bool(others))
             else:

@@ -28,6 +28,7 @@ Locks are taken in the order ``_large``, ``_reading``, ``_writing``.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import math
 import os
@@ -37,14 +38,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from ctypes import Structure, addressof, c_int32, c_uint32, c_uint64, c_void_p
+from functools import partial
 
-from phalanx.rpc.links import wire_format
-from phalanx.rpc.links.assembling import Assembler
-from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
-from phalanx.rpc.links.endpoint import BLOCK_BYTES, WHOLE, Endpoint
+from phalanx.native.core import rpc
+from phalanx.rpc.links import frames
+from phalanx.rpc.links.contract import Kind, Link, LinkEnded, Message, Receiver
+from phalanx.rpc.links.frames import Assembler, layout_of, pieces_of
 from phalanx.rpc.links.readers import Armed, Readers
-from phalanx.rpc.links.wire_format import layout_of, pieces_of
-from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
 from phalanx.wire.session import TAG_BYTES, Session, sha_is_quicker
 from phalanx.wire.sockets import SILENT_S, Acknowledged, KeepAlive
@@ -63,7 +64,65 @@ _HASHED_BYTES = 1 << 13
 _SLICE_MS = 50
 _AT_ONCE = 32  # how often a thread goes on reading one connection before it looks at the others
 _TCP_NOTSENT_LOWAT = 25
+_BLOCK_BYTES = 1 << 14
+_WHOLE = 1 << 32  # PHX_RPC_WHOLE
 _TAKES_NOTHING = "the other process takes nothing"
+
+
+class _CoreEndpoint(Structure):
+    """``struct phx_rpc_endpoint``."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("size", c_uint32),
+        ("came", c_uint32),
+        ("descriptor", c_int32),
+        ("outgoing", c_uint64 * 8),
+        ("incoming", c_uint64 * 8),
+    ]
+
+
+class _Endpoint:
+    """One end of a connection in the core (``native/csrc/rpc/socket.c``): a small message is one call there each way.
+
+    It serves one thread at a time that receives, and one that sends. A thread that waits sleeps at once. Watching the
+    connection first made an empty call 10 to 20 us quicker while other programs left the cores alone, and many times
+    slower while they did not.
+
+    Args:
+        descriptor: of the connection.
+        session: the digests of its frames.
+
+    Attributes:
+        send: sends a frame with its digest as far as the kernel takes it at once: ``send(number, frame, len(frame))``.
+            It returns how many bytes the kernel took, or a number of errno, negative.
+        wait: receives what has come, or comes soon: ``wait(sleep_ms, number)``. What has come stays here until
+            :meth:`take`, also if a signal interrupts the caller. It returns how many bytes there are, with ``WHOLE`` if
+            they are one small frame with the digest of that number; 0 at the end of the connection; a number of errno,
+            negative: EAGAIN if nothing has come.
+        look: the same for a thread that does not sleep, and keeps the interpreter's lock.
+    """
+
+    def __init__(self, descriptor: int, session: Session) -> None:
+        self._memory = ctypes.create_string_buffer(_BLOCK_BYTES)
+        self._view = memoryview(self._memory).cast("B")
+        self._endpoint = _CoreEndpoint(addressof(self._memory), _BLOCK_BYTES, 0, descriptor)
+        address, core = addressof(self._endpoint), rpc()
+        persons = session.outgoing_person, session.incoming_person
+        core.phx_rpc_endpoint_key(address, session.key, len(session.key), *persons)
+        self.send: Callable[[int, bytes, int], int] = partial(core.phx_rpc_write, address)
+        self.wait: Callable[[int, int], int] = partial(core.phx_rpc_receive, address)
+        self.look: Callable[[int, int], int] = partial(rpc(holding=True).phx_rpc_receive, address)
+
+    def take(self, nbytes: int) -> bytes:
+        """Return what has come, or its beginning; the rest of it is dropped."""
+        data = bytes(self._view[:nbytes])
+        self._endpoint.came = 0
+        return data
+
+    def has_come(self) -> bool:
+        """Return whether something has come and was not taken, because a signal interrupted the caller."""
+        return bool(self._endpoint.came)
 
 
 class SocketLink(Link):
@@ -82,8 +141,8 @@ class SocketLink(Link):
     """
 
     name = "tcp"
-    LONGEST_HEAD = wire_format.LONGEST_FRAME // 2
-    MOST_BUFFERS = wire_format.MOST_BUFFERS
+    LONGEST_HEAD = frames.LONGEST_FRAME // 2
+    MOST_BUFFERS = frames.MOST_BUFFERS
 
     def __init__(
         self,
@@ -100,7 +159,7 @@ class SocketLink(Link):
         self._readers = readers
         self._armed: Armed | None = None
         self._assembler = Assembler(session, rest)
-        self._endpoint = Endpoint(sock.fileno(), session)
+        self._endpoint = _Endpoint(sock.fileno(), session)
         self._host = Acknowledged(sock)
         self._silent_s = 0.0
         self._ending = threading.Lock()
@@ -136,7 +195,7 @@ class SocketLink(Link):
         if (len(message.head) if few else message.nbytes) <= self.SMALL_BYTES:
             if not few:
                 self.check(message)
-            self._write_small(wire_format.small_frame(message), until)
+            self._write_small(frames.small_frame(message), until)
             return
         self.check(message)
         if self._reads():
@@ -147,13 +206,13 @@ class SocketLink(Link):
         if not self._large.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX))):
             raise TimeoutError(f"another large message has been on its way for {timeout_s:g} s")
         try:
-            self._write([layout_of(message).encode() + message.head], until, wire_format.LARGE)
+            self._write([layout_of(message).encode() + message.head], until, frames.LARGE)
             try:
                 for piece in pieces_of(message.buffers):
                     hashed = len(piece) >= _HASHED_BYTES and not self._session.encrypts and sha_is_quicker()
-                    self._write([piece], until, wire_format.HASHED if hashed else wire_format.PIECE)
+                    self._write([piece], until, frames.HASHED if hashed else frames.PIECE)
             except (TimeoutError, KeyboardInterrupt):
-                self._write([], time.monotonic() + _DROP_S, wire_format.DROP)
+                self._write([], time.monotonic() + _DROP_S, frames.DROP)
                 raise
         finally:
             self._large.release()
@@ -165,7 +224,7 @@ class SocketLink(Link):
             return
         try:
             if self._unsent or self.over or len(frame) >= self._quick_bytes:
-                self._write_held([frame], until, wire_format.SMALL)
+                self._write_held([frame], until, frames.SMALL)
                 return
             self._known = False
             sent = self._endpoint.send(self._session.sent, frame, len(frame))
@@ -182,7 +241,7 @@ class SocketLink(Link):
         finally:
             self._end_frame()
 
-    def _write(self, parts: list[bytes | memoryview], until: float, kind: int = wire_format.SMALL) -> None:
+    def _write(self, parts: list[bytes | memoryview], until: float, kind: int = frames.SMALL) -> None:
         """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing.
 
         Args:
@@ -190,8 +249,8 @@ class SocketLink(Link):
             until: when its time is over.
             kind: what frame it is.
         """
-        if kind != wire_format.SMALL:
-            parts.insert(0, wire_format.PREFIX.pack(1 + sum(map(len, parts)), kind))
+        if kind != frames.SMALL:
+            parts.insert(0, frames.PREFIX.pack(1 + sum(map(len, parts)), kind))
         if not self._writing.acquire(False) and not self._writing.acquire(
             timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
         ):
@@ -208,15 +267,15 @@ class SocketLink(Link):
         """:meth:`_write`, holding ``_writing``."""
         if self.over:
             raise LinkEnded(self.over)
-        sha = kind == wire_format.HASHED
+        sha = kind == frames.HASHED
         if self._unsent and not self._finish([memoryview(self._unsent)], until):
-            if kind != wire_format.DROP:
+            if kind != frames.DROP:
                 raise TimeoutError(_TAKES_NOTHING)
-            self._unsent += b"".join(self._session.sealed(parts, wire_format.PREFIX.size))
+            self._unsent += b"".join(self._session.sealed(parts, frames.PREFIX.size))
             return
         self._known = False
         few = len(parts) < 2
-        sealed = self._session.sealed(parts, wire_format.PREFIX.size, sha=sha)
+        sealed = self._session.sealed(parts, frames.PREFIX.size, sha=sha)
         self._finish([memoryview(b"".join(sealed))] if few else [memoryview(part) for part in sealed], until)
         self._known = True
 
@@ -385,7 +444,7 @@ class SocketLink(Link):
             piece = assembler.piece
             if piece is None:
                 came = receive(sleep_ms, assembler.next_number())
-                more = came == BLOCK_BYTES
+                more = came == _BLOCK_BYTES
                 self._within = True
             elif sleep_ms and not self._readable.poll(sleep_ms):
                 break
@@ -402,7 +461,7 @@ class SocketLink(Link):
                 break
             receive, sleep_ms = endpoint.look, 0
             if piece is None:
-                self._take(endpoint.take(came - WHOLE - TAG_BYTES if came > WHOLE else came), whole=came > WHOLE)
+                self._take(endpoint.take(came - _WHOLE - TAG_BYTES if came > _WHOLE else came), whole=came > _WHOLE)
             else:
                 self._take(b"")
             self._within = False
@@ -455,7 +514,7 @@ class SocketLink(Link):
         """See :class:`Link`. A peer that takes nothing is waited for until then; for ``END_S`` by default."""
         if not self.over:
             with contextlib.suppress(LinkEnded, TimeoutError):
-                self._write([], time.monotonic() + END_S if until is None else until, wire_format.END)
+                self._write([], time.monotonic() + END_S if until is None else until, frames.END)
         self._end("this process has closed it")
 
     def _lose(self, why: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from phalanx.errors import InitializationError
-from phalanx.rpc.late_imports import after_import
 from phalanx.rpc.torch_api import (
     autograd_names,
     current,
@@ -25,6 +24,7 @@ from phalanx.rpc.torch_api import (
     profiling,
     torch_agent,
 )
+from phalanx.rpc.torch_api.late_imports import after_import
 from phalanx.rpc.torch_api.rref import PyRRef, RRef
 from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, registry
 

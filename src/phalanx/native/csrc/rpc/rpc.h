@@ -3,7 +3,7 @@
  * socket.c is the other kind of link, a TCP connection.
  *
  * A *hub* is a process's end of all its *links*; a link goes to one other process. A message is an *image*: one piece of
- * memory that begins with a phx_rpc_image, which is all that the core reads (rpc/links/image.py has the rest). Images up to
+ * memory that begins with a phx_rpc_image, which is all that the core reads (rpc/links/shared.py has the rest). Images up to
  * PHX_RPC_SMALL go through the small lane, larger ones through the bulk lane. Each lane keeps its order, and a small message
  * overtakes large ones.
  *
@@ -142,7 +142,7 @@ PHX_API const void *phx_rpc_answers(phx_rpc_hub *hub);
 /* Give a large image back, by what its box said of it. */
 PHX_API void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint64_t where, uint64_t nbytes);
 
-/* -- TCP connections: rpc/links/endpoint.py ------------------------------------------------------------------------ */
+/* -- TCP connections: rpc/links/socket.py -------------------------------------------------------------------------- */
 
 #define PHX_TAG_BYTES 16u /* of a frame's digest */
 

@@ -122,7 +122,7 @@ static void make_tag(const struct phx_blake2b *keyed, uint64_t number, const uin
 
 /* -- frames -------------------------------------------------------------------------------------------------------- */
 
-/* A frame (rpc/links/wire_format.py): the length of what follows without the digest, highest byte first; its kind. */
+/* A frame (rpc/links/frames.py): the length of what follows without the digest, highest byte first; its kind. */
 #define LENGTH_BYTES 4u
 #define SMALL 1u
 

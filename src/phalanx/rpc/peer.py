@@ -1,4 +1,4 @@
-"""The calls of this process that are under way: who is asked, until when, and what the caller waits for."""
+"""Other workers as this one sees them: the link to each, the calls to it, and what it has asked for here."""
 
 from __future__ import annotations
 
@@ -7,24 +7,74 @@ import math
 import os
 import threading
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.diagnosis.call_site import CallSite, shown, text_of
 from phalanx.diagnosis.stacks import publish
 from phalanx.errors import CallTimeout, ClosedError, WorkerLost
-from phalanx.rpc.codecs import Codec
+from phalanx.rpc.codec import Codec, Kept
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
-from phalanx.rpc.links.contract import Link
+from phalanx.rpc.links.contract import Kind, Link, Message
 from phalanx.rpc.members import Member
-from phalanx.rpc.message import Kind, Message
 from phalanx.system.threads import start
 
-__all__ = ["Call", "Calls", "facts_of"]
+if TYPE_CHECKING:
+    from phalanx.rpc.serving import Incoming
+
+__all__ = ["Call", "Calls", "Peer", "facts_of"]
 
 _SEEN_S = 1.0  # after which the launcher knows of a call
+
+
+class Peer:
+    """A worker, in one incarnation, and all that goes on with it. It is dropped as a whole when its last link ends.
+
+    ===============  ==============================  =================================================
+    field            written by                      guard
+    ===============  ==============================  =================================================
+    ``links``        who dials, welcomes, or ends    lock of ``Connections``; the first one is used
+    ``calls``        callers, who takes answers      none: one operation of a dict each
+    ``given_up``     callers, who takes answers      the same; calls whose callee relies on something
+    ``nbytes``       callers                         room of ``Calls``; arguments of calls under way
+    ``requests``     who receives, who answers       none: one operation of a dict each
+    ``cancelled``    who receives                    the same; cancellations that overtook their call
+    ``kept``         who answers, who receives       the same; what receivers of answers rely on
+    ``untaken``      who answers                     ``answering``; sizes of answers being sent
+    ``held``         who receives, who answers       ``answering``; None while requests may begin
+    ===============  ==============================  =================================================
+    """
+
+    __slots__ = (
+        "answering",
+        "calls",
+        "cancelled",
+        "dialling",
+        "given_up",
+        "held",
+        "kept",
+        "links",
+        "member",
+        "nbytes",
+        "requests",
+        "untaken",
+    )
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.links: tuple[Link, ...] = ()
+        self.dialling = threading.Lock()  # held by the thread that dials
+        self.calls: dict[int, Call] = {}
+        self.given_up: dict[int, Call] = {}
+        self.nbytes = 0
+        self.requests: dict[int, Incoming] = {}
+        self.cancelled: dict[int, None] = {}
+        self.kept: dict[int, list[Kept]] = {}
+        self.answering = threading.Lock()
+        self.untaken: list[int] = []
+        self.held: deque[Callable[[], object]] | None = None
 
 
 class Call:
@@ -36,7 +86,7 @@ class Call:
 
     Attributes:
         number: unique in this process.
-        to: who is asked.
+        peer: who is asked.
         asked: what, for people.
         until: the time of ``time.monotonic`` at which the caller gives up.
         timeout_s: how long that was.
@@ -46,7 +96,7 @@ class Call:
         made: makes the future's value of the answer.
         codec: how the answer is read.
         began: when.
-        kept: what the callee relies on until it answers; see ``in_transit.py``.
+        kept: what the callee relies on until it answers; see ``codec.py``.
         note_at: the time at which the user is told that it takes long.
         nbytes: of its arguments, as far as they count for the room of its worker.
         is_seen: the launcher knows of it, as of all that are under way for a second.
@@ -65,9 +115,9 @@ class Call:
         "nbytes",
         "note_at",
         "number",
+        "peer",
         "site",
         "timeout_s",
-        "to",
         "until",
     )
 
@@ -75,7 +125,7 @@ class Call:
         self,
         calls: Calls,
         run: Callable[..., None],
-        to: Member,
+        peer: Peer,
         asked: str,
         timeout_s: float,
         site: CallSite | None,
@@ -84,7 +134,8 @@ class Call:
     ) -> None:
         self._calls = calls
         self.number = calls.number()
-        self.to, self.asked, self.timeout_s, self.site, self.made, self.codec = to, asked, timeout_s, site, made, codec
+        self.peer, self.asked, self.timeout_s, self.site = peer, asked, timeout_s, site
+        self.made, self.codec = made, codec
         self.began = now = time.monotonic()
         self.until = now + timeout_s
         self.link: Link | None = None
@@ -94,10 +145,19 @@ class Call:
         self.is_seen = False
         self.future: Future[Any] = Future(self._help, self._cancel, run)
 
+    @property
+    def to(self) -> Member:
+        """The worker that is asked."""
+        return self.peer.member
+
+    def is_under_way(self) -> bool:
+        """Return whether nobody has completed it, or given it up."""
+        return self.number in self.peer.calls
+
     def _help(self, done: Callable[[], bool], timeout_s: float) -> None:
         if os.getpid() != self._calls.pid:
             raise ClosedError.of_parent("this call", os.getpid())
-        calls, number = self._calls, self.number
+        calls, number = self.peer.calls, self.number
         if self.link is not None:  # when the answer has come, another thread may still settle what is in it
             self.link.wait(lambda: number not in calls, number, min(timeout_s, self.until - time.monotonic()))
 
@@ -105,7 +165,7 @@ class Call:
         self._calls.cancel(self)
 
     def decode(self, message: Message) -> Any:
-        """What an answer says: a value, or an exception."""
+        """Read an answer: a value, or an exception."""
         if message.kind is Kind.FAILURE:
             return Failure.decode(message.head).rebuilt(self.to, unpickle=self.codec.unpickles)
         return self.codec.decode(message.head, message.buffers)
@@ -114,46 +174,38 @@ class Call:
         """Complete the future with what has been made of the answer: its value, or an exception."""
         if kind is Kind.FAILURE:
             self.future.set_exception(value)
-        elif self.made is None:
-            self.future.set_result(value)
-        else:
-            try:
-                self.future.set_result(self.made(value))
-            except Exception as error:
-                self.future.set_exception(error)
+            return
+        try:
+            self.future.set_result(value if self.made is None else self.made(value))
+        except Exception as error:
+            self.future.set_exception(error)
+
+    def _name(self) -> str:
+        where = shown(text_of(self.site))
+        return f"{self.asked} ({where})" if where else self.asked
 
     def describe(self) -> str:
-        """The call for people: ``add (train.py:12), 3.1 s ago``."""
-        where = shown(text_of(self.site))
-        return f"{self.asked}{f' ({where})' if where else ''}, {time.monotonic() - self.began:.1f} s ago"
+        """Describe the call for people: ``add (train.py:12), 3.1 s ago``."""
+        return f"{self._name()}, {time.monotonic() - self.began:.1f} s ago"
 
     def waiting(self) -> str:
-        """What a caller waits for, for people: ``worker1 (rank 1, ...) in add (train.py:12)``."""
-        where = shown(text_of(self.site))
-        return f"{self.to} in {self.asked}{f' ({where})' if where else ''}"
+        """Say what a caller waits for: ``worker1 (rank 1, ...) in add (train.py:12)``."""
+        return f"{self.to} in {self._name()}"
 
     def lost(self, why: str) -> WorkerLost:
-        """The error for the end of the worker that is asked; ``why`` says how it was noticed."""
+        """Make the error for the end of the worker that is asked; ``why`` says how it was noticed."""
+        facts = facts_of(self.to, self.asked, text_of(self.site))
         elapsed_s = time.monotonic() - self.began
-        return WorkerLost.while_waiting(
-            str(self.to), why, self.describe(), elapsed_s=elapsed_s, **facts_of(self.to, self.asked, text_of(self.site))
-        )
+        return WorkerLost.while_waiting(str(self.to), why, self.describe(), elapsed_s=elapsed_s, **facts)
 
     def late(self, timeout_s: float, why: str, cause: str, at: str) -> CallTimeout:
-        """The error for a call whose time is over; see :class:`~phalanx.errors.CallTimeout`."""
-        return CallTimeout.not_answered(
-            str(self.to),
-            self.describe(),
-            timeout_s,
-            why,
-            cause=cause,
-            at=at,
-            **facts_of(self.to, self.asked, text_of(self.site)),
-        )
+        """Make the error for a call whose time is over; see :class:`~phalanx.errors.CallTimeout`."""
+        facts = facts_of(self.to, self.asked, text_of(self.site))
+        return CallTimeout.not_answered(str(self.to), self.describe(), timeout_s, why, cause=cause, at=at, **facts)
 
 
 def facts_of(worker: Member, asked: str, line: str) -> dict[str, Any]:
-    """What the errors of calls know of a worker, what it was asked, and where."""
+    """Return what the errors of calls know of a worker, what it was asked, and where."""
     return {
         "worker": worker.name,
         "rank": worker.rank,
@@ -166,11 +218,12 @@ def facts_of(worker: Member, asked: str, line: str) -> dict[str, Any]:
 
 
 class Calls:
-    """All of them, with one thread that ends those whose time is over.
+    """The calls to all peers: room for them, and one thread that ends those whose time is over.
 
     Args:
-        late: is called with those whose time is over, which are no longer in the table.
-        cancelled: is called with each that the caller has given up, which is no longer in the table either.
+        peers: returns all peers.
+        late: is called with those whose time is over, which are no longer under way.
+        cancelled: is called with each that the caller has given up, which is no longer under way either.
         long: is called with those that are under way for long. Each is told again when it has taken twice as long.
         long_s: how long that is, in seconds.
 
@@ -180,32 +233,37 @@ class Calls:
 
     def __init__(
         self,
+        peers: Callable[[], list[Peer]],
         late: Callable[[list[Call]], None],
         cancelled: Callable[[Call], None],
         long: Callable[[list[Call]], None],
         long_s: float,
     ) -> None:
         self.pid = os.getpid()
+        self._peers = peers
         self._late, self._cancelled, self._long, self._long_s = late, cancelled, long, long_s
         self._seen_s = min(_SEEN_S, long_s)
-        self._calls: dict[int, Call] = {}
-        self._given_up: dict[int, Call] = {}  # for what their callees rely on until they answer
-        self._to: dict[int, dict[int, Call]] = {}  # the same, by worker
         self.number = itertools.count(1).__next__  # a number that no other call of this process has
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the next three
         self._next = math.inf
         self._thread: threading.Thread | None = None
         self._closed = False
         self._shown: Call | None = None  # what the launcher knows of
         self._room = threading.Condition()
         self._waiting = 0  # for room; guarded by _room, and read without it
-        self._nbytes: Counter[int] = Counter()  # of the calls under way to each worker; guarded by _room
+
+    def all(self) -> list[Call]:
+        """Return the calls that are under way."""
+        return [call for peer in self._peers() for call in list(peer.calls.values())]
+
+    def of(self, future: Future[Any]) -> Call | None:
+        """Return the call that completes a future, if it is under way."""
+        return next((call for call in self.all() if call.future is future), None)
 
     def add(self, call: Call) -> None:
         """Enter a call, before it is sent."""
         call.note_at = call.began + self._seen_s
-        self._to.setdefault(call.to.incarnation, {})[call.number] = call  # first: it may be taken as soon as it is in
-        self._calls[call.number] = call
+        call.peer.calls[call.number] = call
         due = min(call.until, call.note_at)
         if due < self._next:
             with self._changed:
@@ -216,84 +274,60 @@ class Calls:
                 self._next = min(self._next, due)
                 self._changed.notify()
 
-    def take(self, number: int) -> Call | None:
+    def take(self, peer: Peer, number: int) -> Call | None:
         """Remove a call, for whoever completes it; None if somebody has done so."""
-        call = self._calls.pop(number, None)
+        call = peer.calls.pop(number, None)
         if call is not None:
-            self._to.get(call.to.incarnation, {}).pop(number, None)
             if call is self._shown:
                 self._show()
             if call.nbytes or self._waiting:
                 self._leave(call)
         return call
 
-    def give_up(self, number: int) -> Call | None:
-        """:meth:`take` for a call whose answer nobody waits for any more. Call :meth:`answered` when it comes."""
-        call = self._calls.get(number)
-        if call is None:
-            return None
-        if call.kept:  # before it is taken, so that its answer finds it here or there
-            self._given_up[number] = call
-        if self.take(number) is None:
-            self.answered(number)
-            return None
-        return call
-
-    def answered(self, number: int) -> None:
-        """The callee of a call that was given up relies on nothing any more."""
-        self._given_up.pop(number, None)
+    def take_all(self, peer: Peer, link: Link | None = None) -> list[Call]:
+        """Remove all calls to a peer, or those that took a link."""
+        for call in list(peer.given_up.values()):
+            if link is None or call.link is link:
+                peer.given_up.pop(call.number, None)
+        chosen = [call for call in list(peer.calls.values()) if link is None or call.link is link]
+        return [call for call in chosen if self.take(peer, call.number) is not None]
 
     def cancel(self, call: Call) -> None:
         """Remove a call that nobody waits for any more."""
-        if self.give_up(call.number) is None:
-            return
-        if call.link is None:  # it was not sent
-            self.answered(call.number)
-        else:
-            self._cancelled(call)
+        if self._give_up(call):
+            if call.link is None:  # it was not sent
+                call.peer.given_up.pop(call.number, None)
+            else:
+                self._cancelled(call)
 
-    def take_all(self, link: Link | None = None) -> list[Call]:
-        """Remove all calls that took a link; all if none is given."""
-        chosen = [call for call in list(self._calls.values()) if link is None or call.link is link]
-        taken = [call for call in chosen if self.take(call.number) is not None]
-        for call in list(self._given_up.values()):
-            if link is None or call.link is link:
-                self.answered(call.number)
-        return taken
-
-    def forget(self, worker: Member) -> None:
-        """A worker is gone, and so are all calls to it."""
-        self._to.pop(worker.incarnation, None)
-
-    def of(self, future: Future[Any]) -> Call | None:
-        """The call that completes a future, if it is under way."""
-        return next((call for call in list(self._calls.values()) if call.future is future), None)
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._calls
+    def _give_up(self, call: Call) -> bool:
+        """Remove a call whose callee relies on what it keeps until the answer comes; whether it was under way."""
+        if not call.is_under_way():
+            return False
+        if call.kept:  # before it is taken, so that its answer finds it here or there
+            call.peer.given_up[call.number] = call
+        if self.take(call.peer, call.number) is None:
+            call.peer.given_up.pop(call.number, None)
+            return False
+        return True
 
     def wait_for_room(self, call: Call, nbytes: int, most: int, most_bytes: int) -> None:
         """Wait until there is room for a call to its worker, whose only call always has room.
 
         Args:
-            call: the call, which is in the table.
+            call: the call, which has been entered.
             nbytes: of its arguments.
             most, most_bytes: how many calls to the worker, and how many bytes of theirs, may be under way.
 
         Raises:
             TimeoutError: that takes longer than the call may.
         """
-        to = call.to.incarnation
+        peer = call.peer
 
         def has_room() -> bool:
-            if call.number not in self._calls:
+            if not call.is_under_way():
                 return True  # it has ended, as all do whose worker is lost
-            if self._nbytes[to] and self._nbytes[to] + nbytes > most_bytes:
-                return False
-            return len(self._to.get(to, ())) <= most
+            return len(peer.calls) <= most and (not peer.nbytes or peer.nbytes + nbytes <= most_bytes)
 
         with self._room:
             self._waiting += 1
@@ -304,23 +338,23 @@ class Calls:
             finally:
                 self._waiting -= 1
             call.nbytes = nbytes
-            self._nbytes[to] += nbytes
-        if call.number not in self._calls:  # it may have been removed before its bytes counted
+            peer.nbytes += nbytes
+        if not call.is_under_way():  # it may have been removed before its bytes counted
             self._leave(call)
 
     def _leave(self, call: Call) -> None:
         with self._room:
-            nbytes, call.nbytes = call.nbytes, 0
-            self._nbytes[call.to.incarnation] -= nbytes
-            if not self._nbytes[call.to.incarnation]:
-                del self._nbytes[call.to.incarnation]
+            call.peer.nbytes -= call.nbytes
+            call.nbytes = 0
             self._room.notify_all()
 
     def _show(self) -> None:
         """Let the launcher know of the oldest of the calls that have taken a while."""
-        self._shown = shown = next((call for call in list(self._calls.values()) if call.is_seen), None)
-        publish(shown.waiting() if shown is not None else "")
-        if shown is not None and shown.number not in self._calls:  # it has returned meanwhile
+        self._shown = oldest = min(
+            (call for call in self.all() if call.is_seen), key=lambda call: call.number, default=None
+        )
+        publish(oldest.waiting() if oldest is not None else "")
+        if oldest is not None and not oldest.is_under_way():  # it has returned meanwhile
             self._show()
 
     def close(self) -> None:
@@ -332,29 +366,27 @@ class Calls:
     def _watch(self) -> None:
         while True:
             with self._changed:
-                if self._closed:
-                    return
-                if self._next > time.monotonic():
-                    self._changed.wait(min(max(0.0, self._next - time.monotonic()), 3600.0))
+                now = time.monotonic()
+                if self._next > now and not self._closed:
+                    self._changed.wait(min(self._next - now, 3600.0))
                 if self._closed:
                     return
                 now = time.monotonic()
                 if self._next > now:
                     continue
                 self._next = math.inf
-            left = self._attend(now)
+            due = self._attend(now)
             with self._changed:
-                self._next = min(self._next, left)
+                self._next = min(self._next, due)
 
     def _attend(self, now: float) -> float:
         """End the calls whose time is over, and tell of those that take long; when to do so again.
 
         The thread, which may then sleep for long, keeps none of them.
         """
-        over = [call for call in list(self._calls.values()) if call.until <= now]
-        if late := [call for call in over if self.give_up(call.number) is not None]:
+        if late := [call for call in self.all() if call.until <= now and self._give_up(call)]:
             self._late(late)
-        noted = [call for call in list(self._calls.values()) if call.note_at <= now]
+        noted = [call for call in self.all() if call.note_at <= now]
         long = [call for call in noted if now - call.began >= self._long_s]
         for call in noted:
             call.is_seen = True
@@ -365,4 +397,4 @@ class Calls:
             self._show()
         if long:
             self._long(long)
-        return min((min(call.until, call.note_at) for call in list(self._calls.values())), default=math.inf)
+        return min((min(call.until, call.note_at) for call in self.all()), default=math.inf)
