@@ -32,7 +32,7 @@ def _is_valid_context(number: int) -> bool:
 
 def _release_context(number: int) -> None:
     contexts.get(number)
-    engine.release_context(number)
+    contexts.release(number)
 
 
 def _get_debug_info() -> dict[str, str]:
@@ -45,10 +45,10 @@ STAND_INS: dict[str, Any] = {
     "DistAutogradContext": Context,
     "_current_context": _current_context,
     "_get_debug_info": _get_debug_info,
-    "_get_max_id": engine.max_id,
+    "_get_max_id": contexts.max_id,
     "_init": _init,
     "_is_valid_context": _is_valid_context,
-    "_new_context": engine.new_context,
+    "_new_context": contexts.new,
     "_release_context": _release_context,
     "_retrieve_context": contexts.get,
     "backward": engine.backward,

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from phalanx.errors import CallTimeout, PhalanxError, WorkerLost
 from phalanx.rpc.agent import Member
-from phalanx.rpc.autograd.engine import unwrap, wrap
+from phalanx.rpc.autograd.requests import unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.torch_api import current, profiling
 from phalanx.rpc.torch_api.futures import CallFuture, RpcTimeout

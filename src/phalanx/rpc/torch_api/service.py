@@ -9,7 +9,7 @@ import torch
 
 from phalanx.errors import ClosedError
 from phalanx.rpc.agent import Incoming, Member
-from phalanx.rpc.autograd.engine import running_in, unwrap, wrap
+from phalanx.rpc.autograd.requests import running_in, unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.torch_api import current, profiling, rref
 from phalanx.rpc.torch_api.calls import BACKWARD, CALL, FETCH, PYTHON, Answer, Call, pickle_errors
