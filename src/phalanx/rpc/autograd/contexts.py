@@ -2,7 +2,8 @@
 
 A context is made on one worker, its creator. Every call inside it carries its number, and a worker that gets such a
 call joins the context: the sender becomes its *parent* there. A context is released along this tree: its creator
-releases it, each worker tells those to which it has sent messages, and a worker whose parent is gone releases it too.
+releases it, each worker tells those to which it has sent messages, and a worker whose parent is gone releases it too:
+a backward pass that needs it fails with ``WorkerLost``.
 
 A number has the creator's worker id in its top 16 bits, as torch's has, 16 bits of the creator's incarnation, so that
 a worker that comes back does not repeat the numbers of its former life, and a count.
@@ -26,8 +27,9 @@ from typing import Any
 
 import torch
 
-from phalanx.errors import ClosedError, PhalanxError
+from phalanx.errors import ClosedError, PhalanxError, WorkerLost
 from phalanx.rpc.agent import Agent, Incoming
+from phalanx.rpc.calls import facts_of
 from phalanx.rpc.members import Member
 
 __all__ = ["Context", "Contexts", "contexts", "worker_id"]
@@ -93,7 +95,7 @@ class Contexts:
         self._agent: Agent | None = None
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._released: OrderedDict[int, None] = OrderedDict()
+        self._released: OrderedDict[int, PhalanxError | None] = OrderedDict()  # with why, if it was too early
         self._worker_id = -1
         self._numbers = itertools.count()
         self._edges = itertools.count()
@@ -161,6 +163,8 @@ class Contexts:
         """
         context = self._contexts.get(number)
         if context is None:
+            if (lost := self._released.get(number)) is not None:
+                raise lost
             raise PhalanxError(
                 f"Could not find autograd context with id: {number}. It lives as long as its `with context()` block, "
                 f"on the workers that were called inside it"
@@ -175,16 +179,16 @@ class Contexts:
                 return context
             context = self._contexts[number] = Context(number, sender)
         if sender in self.agent().known_gone():  # so its end was told before there was a context to release
-            self.release(number, f"{sender} is gone")
+            self.release(number, _lost(sender, number))
             return None
         return context
 
-    def release(self, number: int, why: str = "it was released") -> bool:
+    def release(self, number: int, why: PhalanxError | None = None) -> bool:
         """Forget a context, and tell those to which this worker has sent messages in it. Whether there was one."""
         if _current.get() == number:
             _current.set(None)
         with self._lock:
-            self._released[number] = None
+            self._released[number] = why
             while len(self._released) > _REMEMBERED:
                 self._released.popitem(last=False)
             context = self._contexts.pop(number, None)
@@ -196,7 +200,7 @@ class Contexts:
             for recv in context.recvs.values():
                 recv.node = None  # else the function and what describes it would keep each other alive
         for part in passes:
-            part.fail(PhalanxError(f"context {number} ended during its backward pass: {why}"))
+            part.fail(why or PhalanxError(f"context {number} was released during its backward pass"))
         for member in known:
             with contextlib.suppress(PhalanxError, OSError):  # that worker, or this one, is leaving
                 self.agent().notify(member, RELEASE, number)
@@ -226,7 +230,7 @@ class Contexts:
     def _on_gone(self, member: Member, _: str) -> None:
         for context in self.all():
             if context.parent == member:
-                self.release(context.number, f"{member} is gone")
+                self.release(context.number, _lost(member, context.number))
                 continue
             with context.lock:
                 orphans = [part for number, part in context.passes.items() if number[0] == member.incarnation]
@@ -239,7 +243,12 @@ class Contexts:
         self._agent = None
         for context in self.all():
             if context.parent is not None:  # the gradients of its own contexts can still be read
-                self.release(context.number, "this worker has left")
+                self.release(context.number)
+
+
+def _lost(parent: Member, number: int) -> WorkerLost:
+    text = f"{parent} is gone, and with it what it had other workers do in context {number}"
+    return WorkerLost(text, **facts_of(parent, "backward()", ""))
 
 
 def worker_id(member: Member) -> int:

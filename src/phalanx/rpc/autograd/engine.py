@@ -8,7 +8,7 @@ ever if the result of one call is not used. Here the first of two phases finds o
 | marking | ``backward`` at its roots; MARK | follows its graph, and asks the senders of what it reaches in turn |
 | marked | the last answer to MARK | knows exactly which of its messages and leaves take part |
 | running | all marked, at the caller; or GRADIENTS of the latest message | runs its part once (``local_run.py``) |
-| over | the end of the run, or an error | answers FINISH; the first error is raised at the caller; CANCEL ends the rest |
+| over | the end of the run, or an error | answers FINISH; the first error is raised at the caller; CANCEL follows |
 
 | message | from, to | answer |
 |---|---|---|

@@ -60,9 +60,7 @@ class Pass:
         self._live: dict[Send, set[int]] = {}  # the sent messages that take part, and which of their tensors
         self._arrived: dict[int, Gradients] = {}  # by edge, until a gate takes them
         self._collected: dict[Recv, Gradients] = {}  # until a message can be handed back
-        self._owed: list[
-            int
-        ] = []  # the orders of received messages that are not handed back, sorted
+        self._owed: list[int] = []  # the orders of received messages that are not handed back, sorted
         self._begun = False
         self._running: tuple[int, float] | None = None  # the thread that computes, and since when
         self._latest: Send | None = None  # whose gradients came last
