@@ -10,13 +10,24 @@ from typing import Any
 import torch
 import torch.autograd
 import torch.autograd.profiler_legacy
+import torch.autograd.profiler_util
 from torch._C import _distributed_autograd, _distributed_rpc
 from torch.distributed.rpc import api as _api
 from torch.distributed.rpc import backend_registry as _backend_registry
 from torch.distributed.rpc import internal as _internal
 from torch.distributed.rpc import rref_proxy as _rref_proxy
 
-__all__ = ["api", "autograd", "cpp", "cpp_autograd", "internal", "profiler_legacy", "registry", "rref_proxy"]
+__all__ = [
+    "api",
+    "autograd",
+    "cpp",
+    "cpp_autograd",
+    "internal",
+    "profiler_legacy",
+    "profiler_util",
+    "registry",
+    "rref_proxy",
+]
 
 api: Any = _api
 autograd: Any = torch.autograd
@@ -24,5 +35,6 @@ cpp: Any = _distributed_rpc
 cpp_autograd: Any = _distributed_autograd
 internal: Any = _internal
 profiler_legacy: Any = torch.autograd.profiler_legacy
+profiler_util: Any = torch.autograd.profiler_util
 registry: Any = _backend_registry
 rref_proxy: Any = _rref_proxy
