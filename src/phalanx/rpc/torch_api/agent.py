@@ -57,8 +57,10 @@ def agent() -> TensorPipeAgent:
     return _agent
 
 
-def init_backend(_: Any, *, rpc_backend_options: Any, **arguments: Any) -> TensorPipeAgent:
+def init_backend(backend: Any, *, rpc_backend_options: Any, **arguments: Any) -> Any:
     """Stands in for torch's function of that name."""
+    if backend.name != "TENSORPIPE":
+        return backend.value.init_backend_handler(rpc_backend_options=rpc_backend_options, **arguments)
     if not isinstance(rpc_backend_options, cpp._TensorPipeRpcBackendOptionsBase):
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
     return TensorPipeAgent(options=rpc_backend_options, **arguments)

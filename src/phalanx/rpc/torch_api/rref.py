@@ -212,10 +212,10 @@ class PyRRef:
         self._profiling = future
 
     def _serialize(self) -> tuple[Any, ...]:
-        reference, me = self._reference, agent().phalanx.me
+        reference = self._reference
         if isinstance(reference, UserRRef):
             reference.require_usable("fork an UserRRef")
-        owner = reference.owner if isinstance(reference, UserRRef) else me
+        owner = reference.owner if isinstance(reference, UserRRef) else agent().phalanx.me
         note_reference(RemoteObject(owner, reference.identity, _TYPE_NAME))  # which holds it on the way
         if isinstance(reference, OwnerRRef):
             _table().keep(reference.identity, reference.owned)
