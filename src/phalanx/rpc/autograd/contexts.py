@@ -95,7 +95,7 @@ class Contexts:
         self._agent: Agent | None = None
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._released: OrderedDict[int, PhalanxError | None] = OrderedDict()  # with why, if it was too early
+        self._released: OrderedDict[int, Member | None] = OrderedDict()  # and whose loss was the reason
         self._worker_id = -1
         self._numbers = itertools.count()
         self._edges = itertools.count()
@@ -164,7 +164,7 @@ class Contexts:
         context = self._contexts.get(number)
         if context is None:
             if (lost := self._released.get(number)) is not None:
-                raise lost
+                raise _lost(lost, number)
             raise PhalanxError(
                 f"Could not find autograd context with id: {number}. It lives as long as its `with context()` block, "
                 f"on the workers that were called inside it"
@@ -179,16 +179,21 @@ class Contexts:
                 return context
             context = self._contexts[number] = Context(number, sender)
         if sender in self.agent().known_gone():  # so its end was told before there was a context to release
-            self.release(number, _lost(sender, number))
+            self.release(number, sender)
             return None
         return context
 
-    def release(self, number: int, why: PhalanxError | None = None) -> bool:
-        """Forget a context, and tell those to which this worker has sent messages in it. Whether there was one."""
+    def release(self, number: int, lost: Member | None = None) -> bool:
+        """Forget a context, and tell those to which this worker has sent messages in it. Whether there was one.
+
+        Args:
+            number: the context's.
+            lost: its parent, if that is gone.
+        """
         if _current.get() == number:
             _current.set(None)
         with self._lock:
-            self._released[number] = why
+            self._released[number] = lost
             while len(self._released) > _REMEMBERED:
                 self._released.popitem(last=False)
             context = self._contexts.pop(number, None)
@@ -200,7 +205,8 @@ class Contexts:
             for recv in context.recvs.values():
                 recv.node = None  # else the function and what describes it would keep each other alive
         for part in passes:
-            part.fail(why or PhalanxError(f"context {number} was released during its backward pass"))
+            released = PhalanxError(f"context {number} was released during its backward pass")
+            part.fail(_lost(lost, number) if lost is not None else released)
         for member in known:
             with contextlib.suppress(PhalanxError, OSError):  # that worker, or this one, is leaving
                 self.agent().notify(member, RELEASE, number)
@@ -230,7 +236,7 @@ class Contexts:
     def _on_gone(self, member: Member, _: str) -> None:
         for context in self.all():
             if context.parent == member:
-                self.release(context.number, _lost(member, context.number))
+                self.release(context.number, member)
                 continue
             with context.lock:
                 orphans = [part for number, part in context.passes.items() if number[0] == member.incarnation]
