@@ -124,7 +124,7 @@ class Table:
 
     def keep(self, name: Name, owned: Owned) -> None:
         """Let an object of this process be found under a name that this process holds, and be freed with its holds."""
-        self.tell(self.agent.me)
+        self.tell(self.agent.me, name)
         with self.lock:
             if (entry := self.find(name)) is not owned:
                 owned.holders = entry.holders
@@ -138,13 +138,16 @@ class Table:
             found = [(name, [each.name for each in held.values() if each.incarnation != me]) for name, held in named]
         return [(name, holders) for name, holders in found if holders]
 
-    def tell(self, owner: Member) -> None:
-        """Make this process's holds known to an owner; return when they are."""
+    def tell(self, owner: Member, number: Name = 0) -> None:
+        """Make this process's holds known to an owner, or one of them; return when they are."""
         with self.lock:
             telling = self.telling.setdefault(owner, threading.Lock())
         with telling:
             with self.lock:
-                held, told = set(self.held.get(owner, ())), self.told.setdefault(owner, set())
+                told = self.told.setdefault(owner, set())
+                if number in told and owner not in self.unsure:
+                    return
+                held = set(self.held.get(owner, ()))
                 unsure = self.unsure.pop(owner, set())
                 begun, ended = list(held - (told - unsure)), list((told | unsure) - held)
                 if not begun and not ended:
@@ -313,7 +316,7 @@ class RemoteObject:
 def _arrive(owner: Member, number: Name, type_name: str) -> RemoteObject:
     reference = RemoteObject(owner, number, type_name)
     table = _table()
-    in_transit.arrived(lambda: table.tell(owner))
+    in_transit.arrived(lambda: table.tell(owner, number))
     return reference
 
 

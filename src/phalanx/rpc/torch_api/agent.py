@@ -260,6 +260,8 @@ class TensorPipeAgent:
 
         try:
             store.set(str(self._info.id), str(busy))
+            with contextlib.suppress(RuntimeError):  # which most often ends sooner than a look comes
+                store.wait([str(rank) for rank in late], datetime.timedelta(seconds=_LINK_AFTER_S))
             session.wait_for(missing, timeout_s or math.inf, "for rpc.shutdown() of", len(self._others), why)
         except PhalanxError:
             raise
