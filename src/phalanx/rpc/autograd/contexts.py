@@ -23,6 +23,7 @@ import contextvars
 import itertools
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,29 +47,19 @@ _current: contextvars.ContextVar[int | None] = contextvars.ContextVar("phalanx_a
 
 
 class Context:
-    """What this worker has of one context.
-
-    Attributes:
-        number: its number, equal on all workers.
-        parent: the worker whose message brought it here; None on its creator.
-        sends, recvs: the edges that leave and reach this worker, by their numbers, in their order.
-        gradients: the gradients of this worker's leaves.
-        known: the workers that this one has sent messages to in this context, by worker id.
-        passes: the backward passes that are under way, by their numbers.
-        order: numbers the edges of this worker in the order in which they came to be.
-        released: nothing is added any more.
-    """
+    """One context, as far as this worker has a part in it."""
 
     def __init__(self, number: int, parent: Member | None) -> None:
-        self.number, self.parent = number, parent
+        self.number = number  # equal on all workers
+        self.parent = parent  # whose message brought it here; None on its creator
         self.lock = threading.Lock()
-        self.sends: dict[int, Any] = {}
-        self.recvs: dict[int, Any] = {}
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.known: dict[int, Member] = {}
-        self.passes: dict[tuple[int, int], Any] = {}
-        self.order = itertools.count(1)
-        self.released = False
+        self.sends: dict[int, Any] = {}  # the edges that leave this worker, by their numbers, in their order
+        self.recvs: dict[int, Any] = {}  # those that reach it
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # of this worker's leaves
+        self.known: dict[int, Member] = {}  # those to which this worker has sent messages in it, by worker id
+        self.passes: dict[tuple[int, int], Any] = {}  # the backward passes under way
+        self.order = itertools.count(1)  # numbers the edges of this worker as they come to be
+        self.released = False  # nothing is added any more
 
     # torch's names
 
@@ -222,13 +213,14 @@ class Contexts:
         number = _current.get()
         return None if number is None else self._contexts.get(number)
 
-    def enter(self, number: int | None) -> contextvars.Token[int | None]:
-        """Let a context be this thread's, until ``leave`` gets the token."""
-        return _current.set(number)
-
-    def leave(self, token: contextvars.Token[int | None]) -> None:
-        """Undo ``enter``."""
-        _current.reset(token)
+    @contextlib.contextmanager
+    def entered(self, number: int | None) -> Iterator[None]:
+        """Let a context, or none, be this thread's meanwhile."""
+        token = _current.set(number)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
     def _on_release(self, _: Incoming, number: int) -> None:
         self.release(number)

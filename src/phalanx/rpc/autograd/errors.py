@@ -146,7 +146,7 @@ def overdue(
 
 
 def _look(agent: Agent, member: Member, key: tuple[int, tuple[int, int]]) -> tuple[Finding | None, list[str]]:
-    """What a worker does that keeps a pass, if it does; and the workers on which its part depends."""
+    """Ask a worker why it keeps the pass; return that, if it does, and the workers on which its part depends."""
     try:
         state = agent.request(member, STATE, [key[0], *key[1]], _PATIENCE_S, asked="backward()", codec=FACTS).wait()
     except CallTimeout:

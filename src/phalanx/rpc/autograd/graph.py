@@ -14,7 +14,8 @@ equal, since torch has one for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,47 +24,31 @@ from phalanx.errors import PhalanxError
 from phalanx.rpc.autograd.contexts import Context
 from phalanx.rpc.members import Member
 
-__all__ = ["START", "Reach", "Recv", "Run", "Send", "receive", "runs", "send"]
+__all__ = ["START", "Reach", "Recv", "Send", "receive", "runs", "send"]
 
 # The beginning of every chain of functions of this package, so that their outputs require gradients. It gets none.
 START = torch.zeros((), device="cpu", requires_grad=True)
 
 
-class Run(Protocol):
-    """A distributed pass on this worker, as functions of the graph see it."""
-
-    def hand_back(self, recv: Recv, place: int, gradient: torch.Tensor | None) -> None:
-        """Take the gradient of one tensor of a received message, which its sender gets."""
-
-    def wait_for(self, send: Send) -> dict[int, torch.Tensor | None]:
-        """The gradients of a sent message, when they have come."""
-
-    def has_handed_back(self, send: Send) -> bool:
-        """Whether all messages that were received after ``send`` have been handed back."""
-
-
 # The passes under way, by the number that torch's engine has for its run, which it knows on each of its threads. The
 # thread that drives a run writes at its beginning and its end; functions read in between.
-runs: dict[int, Run] = {}
+runs: dict[int, Any] = {}
 
 
+@dataclass(eq=False)
 class Send:
-    """The tensors of one message, as its sender's graph knows them.
+    """The tensors of one message, as its sender's graph knows them."""
 
-    Attributes:
-        edge: the number of the edge.
-        order: its place among the edges of this worker.
-        to: who got the message.
-        handles: one for each tensor that requires gradients; their gradients are those of the tensors.
-    """
-
-    def __init__(self, edge: int, order: int, to: Member, handles: list[torch.Tensor], about: str | CallSite) -> None:
-        self.edge, self.order, self.to, self.handles, self._about = edge, order, to, handles, about
+    edge: int
+    order: int  # its place among the edges of this worker
+    to: Member
+    handles: list[torch.Tensor]  # one for each tensor that requires gradients, which are those of the handle
+    about: str | CallSite  # the function that returned them, or the call that sent them
 
     def __str__(self) -> str:
-        if isinstance(self._about, str):
-            return f"what {self._about} returned to {self.to}"
-        return f"what was sent to {self.to} at {text_of(self._about)}"
+        if isinstance(self.about, str):
+            return f"what {self.about} returned to {self.to}"
+        return f"what was sent to {self.to} at {text_of(self.about)}"
 
     # What torch shows of its own
 
@@ -79,20 +64,15 @@ class Send:
         return "torch::distributed::autograd::SendRpcBackward"
 
 
+@dataclass(eq=False)
 class Recv:
-    """The tensors of one message, as its receiver's graph knows them.
+    """The tensors of one message, as its receiver's graph knows them."""
 
-    Attributes:
-        edge: the number of the edge.
-        order: its place among the edges of this worker.
-        context: the number of its context.
-        sender: who sent the message, and gets the gradients.
-        node: the autograd function of its first tensor; None when the context was released.
-    """
-
-    def __init__(self, edge: int, order: int, context: int, sender: Member) -> None:
-        self.edge, self.order, self.context, self.sender = edge, order, context, sender
-        self.node: Any = None
+    edge: int
+    order: int  # its place among the edges of this worker
+    context: int
+    sender: Member  # who gets the gradients
+    node: Any = None  # the autograd function of its first tensor; None when the context was released
 
 
 def send(context: Context, edge: int, to: Member, tensors: Sequence[torch.Tensor], about: str | CallSite) -> None:
@@ -170,21 +150,13 @@ _ACCUMULATE: type = type(torch.autograd.graph.get_gradient_edge(START).node)
 
 
 class Reach:
-    """The part of this worker's graph that a backward pass will reach, found before it runs.
-
-    Args:
-        context: the number of the context whose graph it is.
-
-    Attributes:
-        leaves: the functions that accumulate gradients of leaves.
-        recvs: the received messages, each with the places of the tensors that gradients will reach.
-    """
+    """The part of this worker's graph of a context that a backward pass will reach, found before it runs."""
 
     def __init__(self, context: int) -> None:
         self._context = context
         self._seen: set[Any] = set()
-        self.leaves: list[Any] = []
-        self.recvs: dict[Recv, set[int]] = {}
+        self.leaves: list[Any] = []  # the functions that accumulate gradients of leaves
+        self.recvs: dict[Recv, set[int]] = {}  # and the places of those tensors that gradients will reach
 
     def extend(self, tensors: Iterable[torch.Tensor]) -> dict[Recv, list[int]]:
         """Follow the graph from more tensors.

@@ -9,9 +9,9 @@ function that waits for the gradients of its message and gives them to the messa
 the lowest priority, so the engine runs everything else that can run before it enters the next one.
 
 A gate never waits for itself. Functions point to older functions only, so the gradients of a received message need what
-came after it: the roots, and messages sent later. When a gate is entered, the gates of all later messages have been
-passed, so all messages received later have been handed back. What others need from this worker for the message of the
-gate is among these. Every wait is for something that came later in real time, and there is no circle in time.
+came after it: the roots, and messages sent later. When a gate is entered, those of all later messages have been passed,
+so what others need from this worker for the gate's message has been handed back. Every wait is for something that came
+later in real time, and there is no circle in time.
 
 **Leaves.** The engine accumulates into ``.grad`` and runs the hooks of that step: users', and those of
 ``DistributedDataParallel``, which writes its average there. So each pass lets it, and takes from ``.grad`` what is its
@@ -33,13 +33,13 @@ from typing import Any
 
 import torch
 
-from phalanx.rpc.autograd.graph import START, Run, Send, runs
+from phalanx.rpc.autograd.graph import START, Send, runs
 
 __all__ = ["Leaves", "add", "run_graph"]
 
 
 def run_graph(
-    part: Run,
+    part: Any,
     leaves: Leaves,
     gates: Sequence[tuple[Send, Sequence[int]]],
     roots: Sequence[torch.Tensor],
@@ -49,7 +49,7 @@ def run_graph(
     """Run the engine over a worker's part of the graph.
 
     Args:
-        part: the pass.
+        part: the ``Pass``.
         leaves: the leaves that it reaches.
         gates: the sent messages, the latest first, with those of their tensors that take part.
         roots: scalars whose gradients are 1.
@@ -88,7 +88,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """Waits for the gradients of a message."""
+    """Wait for the gradients of a message."""
 
     @staticmethod
     def forward(ctx: Any, send: Send, places: Sequence[int], _: torch.Tensor, *handles: torch.Tensor) -> torch.Tensor:

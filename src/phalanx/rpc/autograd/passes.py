@@ -1,7 +1,14 @@
 """One worker's part of one distributed backward pass: its states are in the table of ``engine.py``.
 
-``_changed`` guards the attributes. They are written by handlers of the agent (marks, gradients, cancellations), by the
-thread that runs the part, and by callbacks of requests; a gate sleeps on it. ``fail`` wakes all of them.
+``Pass._changed`` guards all fields but ``_running``. Gates sleep on it.
+
+| field | written by | read by |
+|---|---|---|
+| ``_reach``, ``_live``, ``asked`` | ``mark_roots``, handlers of MARK | the run |
+| ``_arrived`` | handlers of GRADIENTS, gates | gates |
+| ``_collected``, ``_owed`` | functions on the engine's threads | the same, gates |
+| ``_error`` | whoever fails first; CANCEL | all |
+| ``_running`` | the thread of the run | ``state``, which may be late |
 """
 
 from __future__ import annotations
@@ -170,7 +177,7 @@ class Pass:
             self._owed.remove(recv.order)
 
     def has_handed_back(self, send: Send) -> bool:
-        """Whether all messages that were received after ``send`` have been handed back, or the pass has failed."""
+        """Return whether all messages received after ``send`` have been handed back, or the pass has failed."""
         with self._changed:
             return not self._owed or self._owed[-1] < send.order or self._error is not None
 
@@ -188,11 +195,11 @@ class Pass:
     # The end
 
     def left_s(self) -> float:
-        """How long the pass may still take, in seconds."""
+        """Return how long the pass may still take, in seconds."""
         return max(0.0, self._until - time.monotonic())
 
     def state(self) -> dict[str, Any]:
-        """What this worker's part does, for who looks for the one that keeps the pass. It takes no lock.
+        """Describe what this worker's part does, for the search for the one that keeps the pass. It takes no lock.
 
         Returns:
             ``asked``: the names of the workers whose parts this one depends on. While it computes also ``for_s``: for

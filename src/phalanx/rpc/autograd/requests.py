@@ -11,7 +11,8 @@ import contextlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -89,11 +90,10 @@ def running_in(metadata: Metadata | None, function: Callable[..., Any] | None = 
         function: what the call asks for, so that an error in its backward can name it.
     """
     name = _running.set(_described(function) if function is not None and metadata is not None else "")
-    token = contexts.enter(None if metadata is None else metadata[0])
     try:
-        yield
+        with contexts.entered(None if metadata is None else metadata[0]):
+            yield
     finally:
-        contexts.leave(token)
         _running.reset(name)
 
 
@@ -136,7 +136,7 @@ def serve(
     """
     agent.serve(service, handler)
 
-    def handle(incoming: Incoming, arrived: _Arrived) -> Any:
+    def handle(incoming: Incoming, arrived: tuple[Any, Metadata | None]) -> Any:
         value, metadata = arrived
         function = function_of(value)
 
@@ -150,42 +150,24 @@ def serve(
     agent.serve(service + _IN_CONTEXT, handle)
 
 
-class _Arrived(NamedTuple):
-    value: Any
-    metadata: Metadata | None
-
-
+@dataclass(eq=False)
 class _Carried:
-    """A value on its way. It is taken apart while the message is pickled, so that all it refers to stays alive.
+    """A value on its way. It is taken apart while the message is pickled, so that all it refers to stays alive."""
 
-    Args:
-        arrive: makes of it, at the other side, what the receiver gets.
-        sender, to: who sends it to whom.
-        value: the value.
-        metadata: for an answer, what came with the call; an answer is pickled when its handler has returned.
-        function: for an answer, the function that has returned it.
-        encode: the codec's, which takes what ``encoding.encode`` takes.
-    """
-
-    def __init__(
-        self,
-        arrive: Callable[..., Any],
-        sender: Member,
-        to: Member,
-        value: Any,
-        metadata: Metadata | None = None,
-        function: Callable[..., Any] | None = None,
-        *,
-        encode: Callable[..., tuple[bytes, list[memoryview]]] = encode,
-    ) -> None:
-        self._arrive, self._sender, self._to, self._value = arrive, sender, to, value
-        self._metadata, self._function, self._encode = metadata, function, encode
-        self._reduced: tuple[Any, ...] | None = None
+    arrive: Callable[..., Any]  # makes of it, at the other side, what the receiver gets
+    sender: Member
+    to: Member
+    value: Any
+    # For an answer, which is pickled when its handler has returned: what came with the call, and who has returned it.
+    metadata: Metadata | None = None
+    function: Callable[..., Any] | None = None
+    encode: Callable[..., tuple[bytes, list[memoryview]]] = encode  # the codec's
+    reduced: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._reduced is None:  # pickling may begin anew, and the tensors leave only once
-            self._reduced = self._arrive, (self._sender, *self._taken_apart())
-        return self._reduced
+        if self.reduced is None:  # pickling may begin anew, and the tensors leave only once
+            self.reduced = self.arrive, (self.sender, *self._taken_apart())
+        return self.reduced
 
     def _taken_apart(self) -> tuple[Any, ...]:
         tensors: list[torch.Tensor] = []
@@ -197,9 +179,9 @@ class _Carried:
             return _tensor_of, (len(tensors) - 1,)
 
         reducers: dict[type, Callable[[Any], Any]] = {torch.Tensor: reduce, torch.nn.Parameter: reduce}
-        head, buffers = self._encode(self._value, reducers=reducers, restart=tensors.clear)
-        with running_in(self._metadata, self._function) if self._metadata is not None else contextlib.nullcontext():
-            sent, metadata = wrap(self._to, tensors)
+        head, buffers = self.encode(self.value, reducers=reducers, restart=tensors.clear)
+        with running_in(self.metadata, self.function) if self.metadata is not None else contextlib.nullcontext():
+            sent, metadata = wrap(self.to, tensors)
         return head, [pickle.PickleBuffer(buffer) for buffer in buffers], sent, metadata
 
 
@@ -214,9 +196,9 @@ def _arrive(
     buffers: Sequence[memoryview],
     tensors: Sequence[torch.Tensor],
     metadata: Metadata | None,
-) -> _Arrived:
-    return _Arrived(decode(head, buffers, context=unwrap(sender, tensors, metadata)), metadata)
+) -> tuple[Any, Metadata | None]:
+    return decode(head, buffers, context=unwrap(sender, tensors, metadata)), metadata
 
 
 def _arrive_as_value(*arrived: Any) -> Any:
-    return _arrive(*arrived).value
+    return _arrive(*arrived)[0]

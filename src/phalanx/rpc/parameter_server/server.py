@@ -1,4 +1,4 @@
-"""What a server has and does: shards of models, by name. Every worker can be a server.
+"""The server's side: shards of models, by name. Every worker can be a server.
 
 A shard is one server's pieces of the parameters, with their optimizer and the trainers that push to it. Its lock guards
 all of it, and no thread holds that while it waits for another worker. Gradients are applied on the thread that brings
@@ -37,18 +37,7 @@ _Due: TypeAlias = tuple[Future[Pulled], Pulled | Exception]
 
 
 class Settings(NamedTuple):
-    """How the parameters are trained; the same for all shards.
-
-    Attributes:
-        mode: one of ``MODES``.
-        staleness: for ``bounded``, how many steps a trainer may be ahead of the slowest.
-        trainers: for ``synchronous``, how many trainers must have come before the first step.
-        optimizer: makes an optimizer of a list of parameters.
-        sparse_optimizer: the same, of those with sparse gradients.
-        options, sparse_options: what these get beside the parameters.
-        checkpoint: where each server keeps its shard, with its name added; empty for nowhere.
-        checkpoint_steps: after how many steps it writes it.
-    """
+    """Settings of the training; the same for all shards. ``rpc.parameters()`` describes them."""
 
     mode: str
     staleness: int
@@ -57,24 +46,18 @@ class Settings(NamedTuple):
     sparse_optimizer: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any]
     sparse_options: dict[str, Any]
-    checkpoint: str
+    checkpoint: str  # empty for none
     checkpoint_steps: int
 
 
 class _Trainer:
-    """What a shard knows of a trainer.
-
-    Attributes:
-        member: the worker.
-        steps: how many times it has pushed since the slowest trainer of then, when it came.
-        gradients: what it has pushed for the next step.
-        waiting: the answer that it waits for.
-    """
+    """A trainer, as a shard knows it."""
 
     def __init__(self, member: Member, steps: int) -> None:
-        self.member, self.steps = member, steps
-        self.gradients: Sequence[torch.Tensor | None] | None = None
-        self.waiting: Future[Pulled] | None = None
+        self.member = member
+        self.steps = steps  # its pushes, and those of the slowest trainer when it came
+        self.gradients: Sequence[torch.Tensor | None] | None = None  # for the next step
+        self.waiting: Future[Pulled] | None = None  # the answer that it waits for
 
 
 class Shard:

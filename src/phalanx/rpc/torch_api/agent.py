@@ -24,11 +24,11 @@ from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Member
 from phalanx.rpc.future import Future
 from phalanx.rpc.objects import table_of
-from phalanx.rpc.torch_api.torch_names import api, cpp
+from phalanx.rpc.torch_api.torch_names import api, cpp, stand_in
 from phalanx.system.host import this_host
 from phalanx.words import tell
 
-__all__ = ["STAND_INS", "TensorPipeAgent", "agent", "check_device_maps", "init_backend", "is_set", "wait_all_workers"]
+__all__ = ["TensorPipeAgent", "agent", "check_device_maps", "init_backend", "is_set", "wait_all_workers"]
 
 _NAMES_S = 1800.0  # for all workers to come, if calls have no limit
 # When one who waits in shutdown() makes links to those who are late, to how many of them at a time, and in what time.
@@ -40,7 +40,7 @@ _agent: TensorPipeAgent | None = None
 
 
 def is_set() -> bool:
-    """Whether ``init_rpc`` has made an agent that ``shutdown`` has not ended."""
+    """Return whether ``init_rpc`` has made an agent that ``shutdown`` has not ended."""
     return _agent is not None
 
 
@@ -58,7 +58,7 @@ def agent() -> TensorPipeAgent:
 
 
 def init_backend(backend: Any, *, rpc_backend_options: Any, **arguments: Any) -> Any:
-    """Stands in for torch's function of that name."""
+    """Stand in for torch's function of that name."""
     if backend.name != "TENSORPIPE":
         return backend.value.init_backend_handler(rpc_backend_options=rpc_backend_options, **arguments)
     if not isinstance(rpc_backend_options, cpp._TensorPipeRpcBackendOptionsBase):
@@ -66,6 +66,11 @@ def init_backend(backend: Any, *, rpc_backend_options: Any, **arguments: Any) ->
     return TensorPipeAgent(options=rpc_backend_options, **arguments)
 
 
+stand_in(is_set, "_is_current_rpc_agent_set")
+stand_in(agent, "_get_current_rpc_agent")
+
+
+@stand_in
 class TensorPipeAgent:
     """This process as a worker of torch's API.
 
@@ -154,7 +159,7 @@ class TensorPipeAgent:
             raise RankError(f"could not find destination {to}: {error}") from None
 
     def count(self, call: Future[Any]) -> None:
-        """A call of this worker has begun."""
+        """Count a call of this worker, which has begun."""
         with self._lock:
             self._calls += 1
         call.add_done_callback(self._over, short=True)
@@ -189,7 +194,7 @@ class TensorPipeAgent:
 
     @property
     def is_static_group(self) -> bool:
-        """Whether all workers were there from the beginning."""
+        """Return whether all workers were there from the beginning."""
         return bool(self._world_size)
 
     def _get_backend_options(self) -> Any:
@@ -213,7 +218,7 @@ class TensorPipeAgent:
     get_metrics = get_debug_info
 
     def sync(self) -> None:
-        """Does nothing, as TensorPipe's."""
+        """Do nothing, as TensorPipe's."""
 
     # Ends
 
@@ -321,48 +326,36 @@ def check_device_maps(maps: Mapping[str, Mapping[Any, Any]]) -> None:
 _gil_profiling = False
 
 
+@stand_in
 def enable_gil_profiling(flag: bool) -> None:
     """As torch's: whether the time spent waiting for the interpreter's lock is shown. Nothing is measured."""
     global _gil_profiling
     _gil_profiling = flag
 
 
+@stand_in
 def get_rpc_timeout() -> float:
-    """How long a call may take by default, in seconds."""
+    """Return how long a call may take by default, in seconds."""
     return agent().timeout_s
 
 
+@stand_in
 def _set_rpc_timeout(timeout: float) -> None:
     agent().timeout_s = float(timeout)
 
 
+@stand_in
 def _set_and_start_rpc_agent(made: TensorPipeAgent) -> None:
     global _agent
     _agent = made
 
 
+@stand_in
 def _reset_current_rpc_agent() -> None:
     global _agent
     _agent = None
 
 
+@stand_in
 def _cleanup_python_rpc_handler() -> None:
     pass
-
-
-STAND_INS: dict[str, Any] = {
-    "TensorPipeAgent": TensorPipeAgent,
-    "_is_current_rpc_agent_set": is_set,
-    "_get_current_rpc_agent": agent,
-    **{
-        function.__name__: function
-        for function in (
-            enable_gil_profiling,
-            get_rpc_timeout,
-            _set_rpc_timeout,
-            _set_and_start_rpc_agent,
-            _reset_current_rpc_agent,
-            _cleanup_python_rpc_handler,
-        )
-    },
-}

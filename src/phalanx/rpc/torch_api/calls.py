@@ -24,40 +24,30 @@ from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import RemoteObject
 from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
-from phalanx.rpc.torch_api.torch_names import internal
+from phalanx.rpc.torch_api.torch_names import internal, stand_in
 
-__all__ = ["CALL", "STAND_INS", "Answer", "Call", "RpcTimeout", "answer_of", "call", "value_of", "wait_all"]
+__all__ = ["CALL", "Answer", "Call", "RpcTimeout", "answer_of", "call", "value_of", "wait_all"]
 
 CALL = "torch.call"
 BUILTIN, PYTHON = "builtin", "python"
 
 
 class Call(NamedTuple):
-    """A call as it travels.
+    """A call as it travels."""
 
-    Attributes:
-        kind: ``builtin`` if ``name`` is one of torch's operators, ``python`` if the function is in the payload.
-        payload, tensors: the arguments as ``torch.distributed.rpc.internal.serialize`` makes them.
-        references: those that are in the payload.
-        autograd: what distributed autograd sends with them.
-        asynchronous: the function returns a future.
-        into: for ``remote``, the value to make.
-        profile: what to record, if the caller has a profiler on.
-    """
-
-    kind: str
+    kind: str  # BUILTIN if ``name`` is one of torch's operators, PYTHON if the function is in the payload
     name: str
-    payload: bytes
+    payload: bytes  # like ``tensors`` as ``torch.distributed.rpc.internal.serialize`` makes it of the arguments
     tensors: list[torch.Tensor]
-    references: Sequence[RemoteObject]
-    autograd: Any
-    asynchronous: bool
-    into: RemoteObject | None
-    profile: dict[str, bool] | None
+    references: Sequence[RemoteObject]  # those in the payload
+    autograd: Any  # what distributed autograd sends
+    asynchronous: bool  # the function returns a future
+    into: RemoteObject | None  # for ``remote``, the value to make
+    profile: dict[str, bool] | None  # what to record, if the caller has a profiler on
 
 
 class Answer(NamedTuple):
-    """What a call returned, as it travels; ``payload`` is empty where nothing is sent back."""
+    """An answer as it travels; ``payload`` is empty where nothing is sent back."""
 
     payload: bytes = b""
     tensors: Sequence[torch.Tensor] = ()
@@ -125,7 +115,7 @@ def call(
 
 
 def value_of(member: Member, answer: Answer) -> Any:
-    """What a call returned; raises what the function raised."""
+    """Return what a call returned, or raise what the function raised."""
     if not answer.payload:
         return None
     tensors = unwrap(member, answer.tensors, answer.autograd)
@@ -184,7 +174,7 @@ class RpcTimeout(CallTimeout):
 
 
 class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """What ``rpc_async`` returns.
+    """The future that ``rpc_async`` returns.
 
     The answer is turned into a value by the thread that waits for it, which saves a change of threads; without one by a
     thread of the agent, but never by one that receives messages, because the user's callbacks may wait.
@@ -237,7 +227,7 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 def wait_all(futures: Sequence[Any]) -> list[Any]:
-    """Stands in for ``torch.futures.wait_all``, which waits for all where a future's error was set from Python.
+    """Stand in for ``torch.futures.wait_all``, which waits for all where a future's error was set from Python.
 
     Returns:
         The values, in the order of the futures.
@@ -270,11 +260,13 @@ def wait_all(futures: Sequence[Any]) -> list[Any]:
     return [future.wait() for future in futures]
 
 
+@stand_in
 def _invoke_rpc_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
     payload, tensors = internal.serialize((args, kwargs))
     return call(dst, BUILTIN, name, payload, tensors, timeout)
 
 
+@stand_in
 def _invoke_rpc_python_udf(
     dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
 ) -> Future[Any]:
@@ -288,9 +280,5 @@ def _invoke_rpc_torchscript(dst: str, name: str, *_: Any) -> NoReturn:
     )
 
 
-STAND_INS: dict[str, Any] = {
-    "_invoke_rpc_builtin": _invoke_rpc_builtin,
-    "_invoke_rpc_python_udf": _invoke_rpc_python_udf,
-    "_invoke_rpc_torchscript": _invoke_rpc_torchscript,
-    "_invoke_remote_torchscript": _invoke_rpc_torchscript,
-}
+stand_in(_invoke_rpc_torchscript)
+stand_in(_invoke_rpc_torchscript, "_invoke_remote_torchscript")

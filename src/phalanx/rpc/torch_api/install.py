@@ -18,7 +18,7 @@ from phalanx.rpc.autograd import engine
 from phalanx.rpc.autograd.contexts import Context, contexts
 from phalanx.rpc.late_imports import after_import
 from phalanx.rpc.torch_api import agent, calls, profiling, rref, service  # noqa: F401 - the last serves
-from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, registry
+from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, registry, stand_ins
 
 __all__ = ["install"]
 
@@ -39,7 +39,6 @@ def install() -> None:
             "torch's own RPC is running in this process: import phalanx.rpc.torch_api before init_rpc"
         )
     _done = True
-    stand_ins = {**calls.STAND_INS, **rref.STAND_INS, **agent.STAND_INS, **profiling.STAND_INS}
     pairs = [(getattr(cpp, name), new) for name, new in stand_ins.items()]
     pairs += [(getattr(cpp_autograd, name), new) for name, new in _AUTOGRAD.items()]
     pairs += [(api.RRef, rref.RRef), (torch.futures.wait_all, calls.wait_all)]

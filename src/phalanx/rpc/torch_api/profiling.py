@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.rpc.torch_api.torch_names import autograd, profiler_legacy, profiler_util
+from phalanx.rpc.torch_api.torch_names import autograd, profiler_legacy, profiler_util, stand_in
 
-__all__ = ["STAND_INS", "Profile", "follow_profiles", "global_profiles", "profiled", "sending"]
+__all__ = ["Profile", "follow_profiles", "global_profiles", "profiled", "sending"]
 
 REMOTE = "#remote_op: "
 _FLAGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
@@ -53,8 +53,9 @@ class _Here(threading.local):
 _here = _Here()
 
 
+@stand_in
 class RemoteProfilerManager:
-    """Stands in for torch's class of that name."""
+    """Stand in for torch's class of that name."""
 
     @staticmethod
     def set_current_profiling_key(key: str) -> None:
@@ -150,9 +151,5 @@ class GlobalProfiles:
 
 
 global_profiles = GlobalProfiles()
-
-STAND_INS: dict[str, Any] = {
-    "RemoteProfilerManager": RemoteProfilerManager,
-    "_enable_server_process_global_profiler": global_profiles.enable,
-    "_disable_server_process_global_profiler": global_profiles.disable,
-}
+stand_in(global_profiles.enable, "_enable_server_process_global_profiler")
+stand_in(global_profiles.disable, "_disable_server_process_global_profiler")

@@ -29,10 +29,10 @@ from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, RemoteObject, Table, table_of
 from phalanx.rpc.torch_api.agent import agent
 from phalanx.rpc.torch_api.calls import BUILTIN, PYTHON, Answer, answer_of, call, note_reference, seconds, value_of
-from phalanx.rpc.torch_api.torch_names import api, autograd, cpp, internal, rref_proxy
+from phalanx.rpc.torch_api.torch_names import api, autograd, cpp, internal, rref_proxy, stand_in
 from phalanx.words import tell
 
-__all__ = ["BACKWARD", "FETCH", "STAND_INS", "Identity", "PyRRef", "RRef", "begin_backward"]
+__all__ = ["BACKWARD", "FETCH", "Identity", "PyRRef", "RRef", "begin_backward"]
 
 T = TypeVar("T")
 FETCH, BACKWARD = "torch.fetch", "torch.backward"
@@ -73,19 +73,13 @@ class OwnerRRef(NamedTuple):
 
 
 class UserRRef:
-    """A reference on a worker that is not the owner. This worker holds the value while there is one.
-
-    Attributes:
-        owner, identity, fork: where the value is, its name, and this reference's.
-        confirmed: whether the owner has made the value.
-        deleted: whether it was given up at shutdown.
-        failure: why the value was never made, if so; a use of the reference raises that.
-    """
+    """A reference on a worker that is not the owner. This worker holds the value while there is one."""
 
     def __init__(self, owner: Member, identity: Identity, *, confirmed: bool) -> None:
         self.owner, self.identity, self.fork = owner, identity, Identity.new()
-        self.confirmed, self.deleted = confirmed, False
-        self.failure: BaseException | None = None
+        self.confirmed = confirmed  # whether the call that makes the value has returned
+        self.deleted = False  # whether it was given up at shutdown
+        self.failure: BaseException | None = None  # why the value was never made; a use of the reference raises that
         _table().hold(owner, identity, known=True)  # by the message that brings the name there, or has brought it here
         self._let_go = weakref.finalize(self, _table().release, owner, identity)
         self._let_go.atexit = False
@@ -115,6 +109,7 @@ def _table() -> Table:
     return table_of(agent().phalanx)
 
 
+@stand_in
 class PyRRef:
     """A reference to a value of a worker, of this one or of another."""
 
@@ -265,11 +260,13 @@ def begin_backward(value: Any, context: int, retain_graph: bool) -> None:
     engine.backward(context, [value], retain_graph)
 
 
+@stand_in
 def _invoke_remote_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
     payload, tensors = internal.serialize((args, kwargs))
     return _remote(dst, BUILTIN, name, payload, tensors, timeout, False)
 
 
+@stand_in
 def _invoke_remote_python_udf(
     dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
 ) -> Any:
@@ -305,6 +302,7 @@ def _remote(
     return _wrapped(user, call(dst, kind, name, payload, tensors, timeout, asynchronous, into=into).then(made))
 
 
+@stand_in
 def _rref_context_get_debug_info() -> dict[str, str]:
     named = _table().named_for_others()
     counts = {
@@ -316,6 +314,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     return {name: str(count) for name, count in counts.items()}
 
 
+@stand_in
 def _delete_all_user_and_unforked_owner_rrefs(timeout: datetime.timedelta = datetime.timedelta(seconds=100)) -> None:
     """Before a shutdown that all take part in: settle what is under way, then give up every reference."""
     until = time.monotonic() + timeout.total_seconds()
@@ -332,6 +331,7 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: datetime.timedelta = date
         time.sleep(_LOOK_S)
 
 
+@stand_in
 def _destroy_rref_context(ignore_leaks: bool) -> None:
     leaks = agent().leaks
     if leaks and not ignore_leaks:
@@ -339,18 +339,3 @@ def _destroy_rref_context(ignore_leaks: bool) -> None:
             "; ".join(leaks) + ". Detected RRef Leaks during shutdown. This usually occurs when the application code "
             "still holds references to RRef instances when calling shutdown()"
         )
-
-
-STAND_INS: dict[str, Any] = {
-    "PyRRef": PyRRef,
-    **{
-        function.__name__: function
-        for function in (
-            _invoke_remote_builtin,
-            _invoke_remote_python_udf,
-            _rref_context_get_debug_info,
-            _delete_all_user_and_unforked_owner_rrefs,
-            _destroy_rref_context,
-        )
-    },
-}

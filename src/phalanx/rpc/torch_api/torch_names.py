@@ -1,11 +1,11 @@
-"""The modules of torch whose private names this room uses; they have no types, so they are ``Any`` here.
+"""torch's private names that this room uses or replaces; its modules have no types, so they are ``Any`` here.
 
 Checked on torch 2.13.0.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.autograd
@@ -27,7 +27,11 @@ __all__ = [
     "profiler_util",
     "registry",
     "rref_proxy",
+    "stand_in",
+    "stand_ins",
 ]
+
+T = TypeVar("T")
 
 api: Any = _api
 autograd: Any = torch.autograd
@@ -38,3 +42,12 @@ profiler_legacy: Any = torch.autograd.profiler_legacy
 profiler_util: Any = torch.autograd.profiler_util
 registry: Any = _backend_registry
 rref_proxy: Any = _rref_proxy
+
+# By its name what stands in for something of ``torch._C._distributed_rpc``.
+stand_ins: dict[str, Any] = {}
+
+
+def stand_in(thing: T, name: str = "") -> T:
+    """Let a function or class stand in for that of torch's C++ with this name; its own by default."""
+    stand_ins[name or getattr(thing, "__name__", "")] = thing
+    return thing
