@@ -109,6 +109,10 @@ class TensorPipeAgent:
                 self._exchange("there", "")
             self._others = [self.phalanx.member(each) for each in names if each != name]
             self.phalanx.on_change(self._on_change)
+            if world_size:
+                if rank > 0:  # so a first call has not to wait for a link, and rank 0 notices a loss
+                    self.phalanx.reach(self._others[0], _REACH_S)
+                self._exchange("linked", "")
         except BaseException:
             self.shutdown()
             _reset_current_rpc_agent()
