@@ -17,9 +17,8 @@ from tests.support.waiting import soon
 
 from phalanx import rpc
 from phalanx.errors import ArgumentError, PhalanxError, WorkerLost
-from phalanx.rpc.autograd import engine
-from phalanx.rpc.autograd.blame import BackwardError
 from phalanx.rpc.autograd.contexts import contexts
+from phalanx.rpc.autograd.errors import BackwardError
 from phalanx.rpc.autograd.passes import Pass
 
 Do = Callable[..., Any]
@@ -146,7 +145,7 @@ def test_what_cannot_be_is_said_in_words() -> None:
                 with pytest.raises(PhalanxError, match="local backward"):
                     y.sum().backward()
                 with pytest.raises(PhalanxError, match="Already have an autograd context id for this thread"):
-                    engine.new_context()
+                    contexts.new()
                 for roots, words in (
                     ([], "No tensors provided"),
                     ([torch.ones(1)], "requires_grad not set on"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.errors import ArgumentError
-from phalanx.rpc.torch_api.torch_agent import check_device_maps
+from phalanx.rpc.torch_api.agent import check_device_maps
 from phalanx.topology.device_files import count_devices
 
 PROGRAM = """

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from phalanx import rpc
-from phalanx.rpc.autograd.leaves import Leaves
+from phalanx.rpc.autograd.local_run import Leaves
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member
 

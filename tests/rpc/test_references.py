@@ -38,7 +38,7 @@ STEPS = 40
 MOST = 12  # references in a pocket
 
 Reference = Any
-Key = tuple[int, int]  # the owner's incarnation and the object's number there
+Key = tuple[int, Any]  # the owner's incarnation and the object's number there
 
 
 class Token:

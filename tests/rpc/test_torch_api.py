@@ -19,7 +19,7 @@ from torch.autograd import profiler_legacy
 from torch.distributed.rpc import functions
 
 from phalanx.rpc import inquiry, session
-from phalanx.rpc.torch_api import gathering
+from phalanx.rpc.torch_api import agent
 from tests.rpc.workers import add, fail, keep, let_go, open_gate, pid, torch_started, wait_for_gate
 from tests.support.ranks import Member, on_ranks, run_ranks, values
 from tests.support.waiting import soon
@@ -198,7 +198,7 @@ def test_shutdown_ends_and_names_a_killed_worker(victim: int) -> None:
     def body(member: Member) -> str:
         rpc = torch_started(member)
         told: list[str] = []
-        vars(gathering)["tell"] = told.append
+        vars(agent)["tell"] = told.append
         member.meet("started")
         if member.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)

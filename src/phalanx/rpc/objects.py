@@ -5,6 +5,9 @@ hold which objects: a holder tells it once when it begins to hold and once when 
 each copy of a reference. A hold ends with its process too: the owner sees the link to it end. So nothing depends on the
 order in which garbage is collected, and a holder that dies leaves nothing behind.
 
+An object is named by a number of its owner's; or by a tuple that another process has chosen, because the owner has not
+made it yet (``torch_api/rref.py``). Word of such a name makes an entry, whose value is a future.
+
 On the way from A to B a reference is A's until B's hold is known to the owner (``codec.py``).
 """
 
@@ -24,36 +27,37 @@ from typing import Any, NamedTuple
 
 from phalanx.diagnosis.call_site import capture, text_of
 from phalanx.errors import CallTimeout, ObjectLost, WorkerLost
-from phalanx.rpc import session, streams, verbs
+from phalanx.rpc import codec, session, streams, verbs
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
-from phalanx.rpc.codec import arrived, keep, pickled_parts
+from phalanx.rpc.codec import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.serving import NOBODY
 from phalanx.system import threads
 
-__all__ = ["ObjectInfo", "RemoteObject", "local", "make", "objects"]
+__all__ = ["Name", "ObjectInfo", "Owned", "RemoteObject", "Table", "local", "make", "objects", "table_of"]
 
 _MAKE, _METHOD, _LEASE = "objects.make", "objects.method", "objects.lease"
 _OF_METHOD = pickled_parts("object", "function", "args", "kwargs")
 _MAKING = pickled_parts("function", "args", "kwargs", "line", "serial")
 # How soon an owner learns that a process has let go of objects.
 LEASE_S = 0.25
+Name = int | tuple[Any, ...]
 
 
 class ObjectInfo(NamedTuple):
     """An object that lives in this process for others.
 
     Attributes:
-        number: of the object here.
+        number: of the object here, or its name.
         type_name: its type.
         made_by: the worker that made it.
         made_at: where its program did, as ``file:line``; empty if Phalanx made it by itself.
         holders: the workers that hold it.
     """
 
-    number: int
+    number: Name
     type_name: str
     made_by: str
     made_at: str
@@ -61,65 +65,91 @@ class ObjectInfo(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Owned:
+class Owned:
+    """An object on its owner."""
+
     value: Any
-    made_by: str
-    made_at: str
-    turn: contextlib.AbstractContextManager[Any]  # a lock, if one method runs at a time
+    made_by: str = ""
+    made_at: str = ""
+    turn: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)  # a lock, if serial
     holders: dict[int, Member] = field(default_factory=dict)
 
 
-class _Table:
+class Table:
     """The objects of one agent: those that live here, and those elsewhere that this process holds."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.lock = threading.RLock()
         self.numbers = itertools.count(1)
-        self.owned: dict[int, _Owned] = {}
-        self.held: dict[Member, Counter[int]] = {}  # how many references this process has, by owner and number
-        self.told: dict[Member, set[int]] = {}  # the holds that the owner knows of
+        self.owned: dict[Name, Owned] = {}
+        self.held: dict[Member, Counter[Name]] = {}  # how many references this process has, by owner and name
+        self.told: dict[Member, set[Name]] = {}  # the holds that the owner knows of
         self.telling: dict[Member, threading.Lock] = {}  # so that two batches for one owner arrive in their order
-        self.unsure: dict[Member, set[int]] = {}  # of which the owner was told, and did not say that it knows
+        self.unsure: dict[Member, set[Name]] = {}  # of which the owner was told, and did not say that it knows
         # References that are no more. Garbage collection adds to it at any instruction, so this must take no lock.
-        self.dropped: queue.SimpleQueue[tuple[Member, int] | None] = queue.SimpleQueue()
+        self.dropped: queue.SimpleQueue[tuple[Member, Name] | None] = queue.SimpleQueue()
+        self.hurry = threading.Event()  # owners are told at once from now on
         self.gone: set[int] = set()  # incarnations: what one of them said last may be read after its end
         self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-leases", daemon=True)
         threads.start(self.thread)
 
-    def add(self, owned: _Owned) -> int:
+    def add(self, owned: Owned) -> int:
         """Keep a new object; the caller makes a reference to it."""
         with self.lock:
             number = next(self.numbers)
             self.owned[number] = owned
             return number
 
-    def find(self, number: int) -> _Owned:
-        """The object of a number."""
+    def find(self, number: Name) -> Owned:
+        """The object of a number, or of a name."""
         with self.lock:
             owned = self.owned.get(number)
+            if owned is None and isinstance(number, tuple):
+                owned = self.owned[number] = Owned(Future())
         if owned is None:
             raise ObjectLost(f"object {number} of {self.agent.me} is gone: nobody held it any more")
         return owned
 
-    def hold(self, owner: Member, number: int) -> None:
-        """Count one more reference of this process."""
+    def hold(self, owner: Member, number: Name, *, known: bool = False) -> None:
+        """Count one more reference of this process; the owner may know by other means that it has one."""
         with self.lock:
             self.held.setdefault(owner, Counter())[number] += 1
+            if known:
+                self.told.setdefault(owner, set()).add(number)
 
-    def release(self, owner: Member, number: int) -> None:
+    def release(self, owner: Member, number: Name) -> None:
         """Count one less, soon. Then the owner is told."""
         self.dropped.put((owner, number))
 
-    def tell(self, owner: Member) -> None:
-        """Make this process's holds known to an owner; return when they are."""
+    def keep(self, name: Name, owned: Owned) -> None:
+        """Let an object of this process be found under a name that this process holds, and be freed with its holds."""
+        self.tell(self.agent.me, name)
+        with self.lock:
+            if (entry := self.find(name)) is not owned:
+                owned.holders = entry.holders
+                self.owned[name] = owned
+
+    def named_for_others(self) -> list[tuple[Name, list[str]]]:
+        """The objects with names that other workers hold, and these workers' names."""
+        me = self.agent.me.incarnation
+        with self.lock:
+            named = [(name, owned.holders) for name, owned in self.owned.items() if isinstance(name, tuple)]
+            found = [(name, [each.name for each in held.values() if each.incarnation != me]) for name, held in named]
+        return [(name, holders) for name, holders in found if holders]
+
+    def tell(self, owner: Member, number: Name = 0) -> None:
+        """Make this process's holds known to an owner, or one of them; return when they are."""
         with self.lock:
             telling = self.telling.setdefault(owner, threading.Lock())
         with telling:
             with self.lock:
-                held, told = set(self.held.get(owner, ())), self.told.setdefault(owner, set())
+                told = self.told.setdefault(owner, set())
+                if number in told and owner not in self.unsure:
+                    return
+                held = set(self.held.get(owner, ()))
                 unsure = self.unsure.pop(owner, set())
-                begun, ended = sorted(held - (told - unsure)), sorted((told | unsure) - held)
+                begun, ended = list(held - (told - unsure)), list((told | unsure) - held)
                 if not begun and not ended:
                     return
                 self.told[owner] = held
@@ -134,14 +164,13 @@ class _Table:
             except Exception:  # the owner is gone, and its objects with it
                 self._forget_owner(owner)
 
-    def note(self, holder: Member, begun: list[int], ended: list[int]) -> None:
+    def note(self, holder: Member, begun: list[Name], ended: list[Name]) -> None:
         """As an owner, note which objects a process holds and which it has let go of."""
         freed = []
         with self.lock:
-            for number in begun:
-                owned = self.owned.get(number)
-                if owned is not None and holder.incarnation not in self.gone:
-                    owned.holders[holder.incarnation] = holder
+            for number in begun if holder.incarnation not in self.gone else ():
+                if number in self.owned or isinstance(number, tuple):
+                    self.find(number).holders[holder.incarnation] = holder
             for number in ended:
                 owned = self.owned.get(number)
                 if owned is not None:
@@ -160,6 +189,7 @@ class _Table:
 
     def close(self) -> None:
         """End the thread, and let go of everything."""
+        self.hurry.set()
         self.dropped.put(None)
         if self.thread is not threading.current_thread():
             self.thread.join()
@@ -175,7 +205,7 @@ class _Table:
 
     def _let_go(self) -> None:
         while (dropped := self.dropped.get()) is not None:
-            time.sleep(LEASE_S)
+            self.hurry.wait(LEASE_S)
             owners = set()
             while dropped is not None:
                 if self._is_last(*dropped):
@@ -191,7 +221,7 @@ class _Table:
             if dropped is None:
                 return
 
-    def _is_last(self, owner: Member, number: int) -> bool:
+    def _is_last(self, owner: Member, number: Name) -> bool:
         with self.lock:
             counts = self.held.get(owner)
             if counts is None:
@@ -203,10 +233,15 @@ class _Table:
             return True
 
 
-_tables: dict[Agent, _Table] = {}
+_tables: dict[Agent, Table] = {}
 
 
-def _table() -> _Table:
+def table_of(agent: Agent) -> Table:
+    """The objects of an agent."""
+    return _tables[agent]
+
+
+def _table() -> Table:
     return _tables[session.agent()]
 
 
@@ -241,7 +276,7 @@ class RemoteObject:
     "name")`` and ``rpc.call(obj, setattr, "name", value)`` do for an attribute. It can be sent to other workers.
     """
 
-    def __init__(self, owner: Member, number: int, type_name: str) -> None:
+    def __init__(self, owner: Member, number: Name, type_name: str) -> None:
         self._owner, self._number, self._type_name = owner, number, type_name
         table = _table()
         table.hold(owner, number)
@@ -274,14 +309,14 @@ class RemoteObject:
         return f"<{self._type_name} {self._number} on {self._owner}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        keep(self)
+        codec.keep(self)
         return _arrive, (self._owner, self._number, self._type_name)
 
 
-def _arrive(owner: Member, number: int, type_name: str) -> RemoteObject:
+def _arrive(owner: Member, number: Name, type_name: str) -> RemoteObject:
     reference = RemoteObject(owner, number, type_name)
     table = _table()
-    arrived(lambda: table.tell(owner))
+    codec.arrived(lambda: table.tell(owner, number))
     return reference
 
 
@@ -389,7 +424,7 @@ def _on_make(incoming: Incoming, asked: tuple[Any, ...]) -> RemoteObject:
     value = kind(*args, **kwargs)
     table = _table()
     turn = threading.Lock() if serial else contextlib.nullcontext()
-    number = table.add(_Owned(value, str(incoming.peer), line, turn))
+    number = table.add(Owned(value, str(incoming.peer), line, turn))
     reference = RemoteObject(table.agent.me, number, type(value).__qualname__)
     table.tell(table.agent.me)
     return reference
@@ -414,12 +449,12 @@ def _method_of(value: tuple[Any, ...]) -> Callable[..., Any]:
     return method
 
 
-def _on_lease(incoming: Incoming, holds: tuple[list[int], list[int]]) -> None:
+def _on_lease(incoming: Incoming, holds: tuple[list[Name], list[Name]]) -> None:
     _table().note(incoming.peer, *holds)
 
 
 def _equip(agent: Agent) -> None:
-    _tables[agent] = table = _Table(agent)
+    _tables[agent] = table = Table(agent)
     requests.serve(agent, _MAKE, _on_make, operator.itemgetter(0))
     requests.serve(agent, _METHOD, _on_method, _method_of)
     agent.serve(_LEASE, _on_lease, quick=True)

@@ -1,31 +1,41 @@
 """Contexts: what one forward pass left on each worker, and the gradients of its backward passes.
 
-A context is made on one worker, its *creator*, and is named by a number. Every call inside it carries the number, so
-that each worker that takes part has a context of the same number. The number has the creator's worker id in its top
-16 bits, as torch's has, then 16 bits of the creator's incarnation, so that a creator that comes back does not count
-through the numbers of its former life, then a count.
+A context is made on one worker, its creator. Every call inside it carries its number, and a worker that gets such a
+call joins the context: the sender becomes its *parent* there. A context is released along this tree: its creator
+releases it, each worker tells those to which it has sent messages, and a worker whose parent is gone releases it too:
+a backward pass that needs it fails with ``WorkerLost``.
 
-The creator learns of all who take part, also of those that it has not called itself, and releases the context there
-when it releases its own. If the creator is lost, the others release what it made.
+A number has the creator's worker id in its top 16 bits, as torch's has, 16 bits of the creator's incarnation, so that
+a worker that comes back does not repeat the numbers of its former life, and a count.
 
-``Context`` is shared by the threads of a process. ``lock`` guards its tables; whoever holds it never waits.
+| field | written by | read by | guard |
+|---|---|---|---|
+| ``Contexts._contexts``, ``_released`` | threads that make, join and release contexts | all | ``Contexts._lock`` |
+| tables of a ``Context`` | calls, answers, backward passes, releases | the same | ``Context.lock`` |
+
+Who holds a lock never waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import itertools
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ClosedError, PhalanxError, WorkerLost
+from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.members import Member
+from phalanx.rpc.peer import facts_of
 
-__all__ = ["Context", "Contexts", "contexts", "is_creator", "worker_id"]
+__all__ = ["Context", "Contexts", "contexts", "worker_id"]
 
+RELEASE = "autograd.release"
 COUNT_BITS = 48
 LIFE_BITS = 32
 _NO_RANK = 0x8000
@@ -37,28 +47,19 @@ _current: contextvars.ContextVar[int | None] = contextvars.ContextVar("phalanx_a
 
 
 class Context:
-    """What this worker has of one context.
+    """One context, as far as this worker has a part in it."""
 
-    Attributes:
-        number: its number, equal on all workers.
-        sends, recvs: the edges that leave and reach this worker, by their numbers, in their order.
-        gradients: the gradients of this worker's leaves.
-        known: the workers that this one has sent messages to in this context, by worker id.
-        others: on the creator, the workers that have said that they take part.
-        passes: the backward passes that are under way, by their numbers.
-        order: numbers the edges of this worker in the order in which they came to be.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, parent: Member | None) -> None:
+        self.number = number  # equal on all workers
+        self.parent = parent  # whose message brought it here; None on its creator
         self.lock = threading.Lock()
-        self.sends: dict[int, Any] = {}
-        self.recvs: dict[int, Any] = {}
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.known: dict[int, Member] = {}
-        self.others: dict[int, Member] = {}
-        self.passes: dict[tuple[int, int], Any] = {}
-        self.order = itertools.count(1)
+        self.sends: dict[int, Any] = {}  # the edges that leave this worker, by their numbers, in their order
+        self.recvs: dict[int, Any] = {}  # those that reach it
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # of this worker's leaves
+        self.known: dict[int, Member] = {}  # those to which this worker has sent messages in it, by worker id
+        self.passes: dict[tuple[int, int], Any] = {}  # the backward passes under way
+        self.order = itertools.count(1)  # numbers the edges of this worker as they come to be
+        self.released = False  # nothing is added any more
 
     # torch's names
 
@@ -82,30 +83,42 @@ class Contexts:
     """All contexts of this process."""
 
     def __init__(self) -> None:
+        self._agent: Agent | None = None
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._released: OrderedDict[int, None] = OrderedDict()
-        self._worker_id = -1  # not known yet
+        self._released: OrderedDict[int, Member | None] = OrderedDict()  # and whose loss was the reason
+        self._worker_id = -1
         self._numbers = itertools.count()
         self._edges = itertools.count()
 
-    def clear(self) -> None:
-        """Forget everything: this process becomes another worker."""
+    def start(self, agent: Agent) -> None:
+        """Number contexts as those of this worker, and release what others release. Forget what an earlier one had."""
         with self._lock:
             self._contexts.clear()
             self._released.clear()
-            self._worker_id = -1
+            self._agent, self._worker_id = agent, worker_id(agent.me)
+            first = self._worker_id << COUNT_BITS | (agent.me.incarnation & 0xFFFF) << LIFE_BITS
+            self._numbers, self._edges = itertools.count(first), itertools.count(first)
+        agent.serve(RELEASE, self._on_release)
+        agent.on_change(self._on_gone)
+        agent.on_close(lambda: self._end(agent))
 
-    def count_as(self, worker: int, incarnation: int = 0) -> None:
-        """Number new contexts and edges as those of this worker; once, before any thread can make one."""
-        with self._lock:
-            self._worker_id = worker
-            start = worker << COUNT_BITS | (incarnation & 0xFFFF) << LIFE_BITS
-            self._numbers = itertools.count(start)
-            self._edges = itertools.count(start)
+    def agent(self) -> Agent:
+        """This process as a worker.
+
+        Raises:
+            ClosedError: it is none.
+        """
+        agent = self._agent  # another thread may end it
+        if agent is None:
+            raise ClosedError(
+                "distributed autograd needs workers: call rpc.init() first, on every rank that takes part"
+            )
+        return agent
 
     def max_id(self) -> int:
         """The largest number that a context of this worker can have."""
+        self.agent()
         return self._worker_id << COUNT_BITS | (1 << COUNT_BITS) - 1
 
     def next_edge(self) -> int:
@@ -118,13 +131,14 @@ class Contexts:
         Raises:
             PhalanxError: this thread is in one.
         """
+        self.agent()
         if _current.get() is not None:
             raise PhalanxError(
                 "Already have an autograd context id for this thread: contexts do not nest; leave the other one first"
             )
         with self._lock:
             number = next(self._numbers)
-            context = self._contexts[number] = Context(number)
+            context = self._contexts[number] = Context(number, None)
         _current.set(number)
         return context
 
@@ -140,38 +154,54 @@ class Contexts:
         """
         context = self._contexts.get(number)
         if context is None:
+            if (lost := self._released.get(number)) is not None:
+                raise _lost(lost, number)
             raise PhalanxError(
                 f"Could not find autograd context with id: {number}. It lives as long as its `with context()` block, "
                 f"on the workers that were called inside it"
             )
         return context
 
-    def join(self, number: int) -> tuple[Context | None, bool]:
-        """The context of this number, made if another worker has begun it; and whether it was made now.
-
-        It is None if it has been released: the call is late, and nobody will ask for its gradients.
-        """
+    def join(self, number: int, sender: Member) -> Context | None:
+        """The context of a message that ``sender`` has sent; None if it has been released and the message is late."""
         with self._lock:
             context = self._contexts.get(number)
             if context is not None or number in self._released:
-                return context, False
-            context = self._contexts[number] = Context(number)
-            return context, True
+                return context
+            context = self._contexts[number] = Context(number, sender)
+        if sender in self.agent().known_gone():  # so its end was told before there was a context to release
+            self.release(number, sender)
+            return None
+        return context
 
-    def release(self, number: int) -> Context | None:
-        """Forget a context; it is returned if there was one."""
+    def release(self, number: int, lost: Member | None = None) -> bool:
+        """Forget a context, and tell those to which this worker has sent messages in it. Whether there was one.
+
+        Args:
+            number: the context's.
+            lost: its parent, if that is gone.
+        """
         if _current.get() == number:
             _current.set(None)
         with self._lock:
-            self._released[number] = None
+            self._released[number] = lost
             while len(self._released) > _REMEMBERED:
                 self._released.popitem(last=False)
-            return self._contexts.pop(number, None)
-
-    def was_released(self, number: int) -> bool:
-        """Whether a context has been released here lately."""
-        with self._lock:
-            return number in self._released
+            context = self._contexts.pop(number, None)
+        if context is None:
+            return False
+        with context.lock:
+            context.released = True
+            passes, known = list(context.passes.values()), list(context.known.values())
+            for recv in context.recvs.values():
+                recv.node = None  # else the function and what describes it would keep each other alive
+        for part in passes:
+            released = PhalanxError(f"context {number} was released during its backward pass")
+            part.fail(_lost(lost, number) if lost is not None else released)
+        for member in known:
+            with contextlib.suppress(PhalanxError, OSError):  # that worker, or this one, is leaving
+                self.agent().notify(member, RELEASE, number)
+        return True
 
     def all(self) -> list[Context]:
         """All contexts that are alive."""
@@ -183,23 +213,45 @@ class Contexts:
         number = _current.get()
         return None if number is None else self._contexts.get(number)
 
-    def enter(self, number: int | None) -> contextvars.Token[int | None]:
-        """Let a context be this thread's, until ``leave`` gets the token."""
-        return _current.set(number)
+    @contextlib.contextmanager
+    def entered(self, number: int | None) -> Iterator[None]:
+        """Let a context, or none, be this thread's meanwhile."""
+        token = _current.set(number)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
-    def leave(self, token: contextvars.Token[int | None]) -> None:
-        """Undo ``enter``."""
-        _current.reset(token)
+    def _on_release(self, _: Incoming, number: int) -> None:
+        self.release(number)
+
+    def _on_gone(self, member: Member, _: str) -> None:
+        for context in self.all():
+            if context.parent == member:
+                self.release(context.number, member)
+                continue
+            with context.lock:
+                orphans = [part for number, part in context.passes.items() if number[0] == member.incarnation]
+            for part in orphans:
+                part.fail(PhalanxError(f"{member}, which called backward(), is gone"))
+
+    def _end(self, agent: Agent) -> None:
+        if self._agent is not agent:
+            return  # it is another one meanwhile, which has forgotten all that
+        self._agent = None
+        for context in self.all():
+            if context.parent is not None:  # the gradients of its own contexts can still be read
+                self.release(context.number)
+
+
+def _lost(parent: Member, number: int) -> WorkerLost:
+    text = f"{parent} is gone, and with it what it had other workers do in context {number}"
+    return WorkerLost(text, **facts_of(parent, "backward()", ""))
 
 
 def worker_id(member: Member) -> int:
     """The id of a worker in the numbers of contexts and edges: its rank, or what stands for one."""
     return member.rank if member.rank >= 0 else _NO_RANK | member.incarnation & (_NO_RANK - 1)
-
-
-def is_creator(member: Member, number: int) -> bool:
-    """Whether a worker, in this incarnation, has made the context of this number."""
-    return number >> LIFE_BITS == worker_id(member) << 16 | member.incarnation & 0xFFFF
 
 
 contexts = Contexts()

@@ -1,23 +1,19 @@
-"""One worker's part of one distributed backward pass.
+"""One worker's part of one distributed backward pass: its states are in the table of ``engine.py``.
 
-A pass has two phases. In the first, *marking*, the worker that calls ``backward`` finds out which received messages its
-roots reach, and asks their senders to mark them; these follow their graphs from the marked tensors and ask others in
-turn. When all have answered, every worker knows exactly which of its messages take part. Torch's FAST mode assumes
-instead that all do, and waits for ever if the result of one call is not used; following only what is known to be used
-is also what a backward pass does in one process, where an unused part runs no function and no hook.
+``Pass._changed`` guards all fields but ``_running``. Gates sleep on it.
 
-In the second phase gradients flow: a worker runs its part (gates.py) as soon as the gradients of its latest message
-have come, and hands back those of what it received. The caller is told by every worker when its part has ended.
-
-A pass fails as a whole: the first error goes to the caller, which tells all others to give up, and raises it. What a
-worker had computed is dropped, except where its part had ended already.
-
-``_changed`` guards the attributes. They are written by handlers of the agent (marks, gradients, cancellations), by the
-thread that runs the part, and by callbacks of requests; a gate sleeps on it. ``fail`` wakes all of them.
+| field | written by | read by |
+|---|---|---|
+| ``_reach``, ``_live``, ``asked`` | ``mark_roots``, handlers of MARK | the run |
+| ``_arrived`` | handlers of GRADIENTS, gates | gates |
+| ``_collected``, ``_owed`` | functions on the engine's threads | the same, gates |
+| ``_error`` | whoever fails first; CANCEL | all |
+| ``_running`` | the thread of the run | ``state``, which may be late |
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -29,12 +25,10 @@ import torch
 from phalanx.diagnosis.call_site import running_at
 from phalanx.errors import PhalanxError
 from phalanx.rpc.agent import Agent
-from phalanx.rpc.autograd import gates, tasks
-from phalanx.rpc.autograd.blame import blamed
 from phalanx.rpc.autograd.contexts import Context
-from phalanx.rpc.autograd.edges import Recv, Send
-from phalanx.rpc.autograd.leaves import Leaves, add
-from phalanx.rpc.autograd.reach import Reach
+from phalanx.rpc.autograd.errors import blamed
+from phalanx.rpc.autograd.graph import Reach, Recv, Send
+from phalanx.rpc.autograd.local_run import Leaves, add, run_graph
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 
@@ -67,22 +61,17 @@ class Pass:
     ) -> None:
         self._agent, self._context, self._number, self._keep_graph = agent, context, number, keep_graph
         self._until = time.monotonic() + timeout_s
-        self._requests: list[tuple[Member, Future[Any]]] = []  # of this part, some of which may be complete
-        self._thread = 0  # which runs the part
-        self._since = 0.0  # when it began to
-        self._awaited: Send | None = None  # the message whose gradients that thread waits for
         self._changed = threading.Condition()
         self._reach = Reach(context.number)
-        self._live: dict[Send, set[int]] = {}
-        self._arrived: dict[int, Gradients] = {}
-        self._collected: dict[Recv, Gradients] = {}
-        self._owed: list[
-            int
-        ] = []  # the orders of received messages that have not been handed back, the first one first
-        self._begun = False
-        self._latest: Send | None = None
-        self._error: BaseException | None = None
         self._leaves = Leaves()
+        self._live: dict[Send, set[int]] = {}  # the sent messages that take part, and which of their tensors
+        self._arrived: dict[int, Gradients] = {}  # by edge, until a gate takes them
+        self._collected: dict[Recv, Gradients] = {}  # until a message can be handed back
+        self._owed: list[int] = []  # the orders of received messages that are not handed back, sorted
+        self._begun = False
+        self._running: tuple[int, float] | None = None  # the thread that computes, and since when
+        self._latest: Send | None = None  # whose gradients came last
+        self._error: BaseException | None = None
         self.done: Future[None] = Future()
         self.asked: set[Member] = set()
 
@@ -123,13 +112,8 @@ class Pass:
         requests = []
         for to, edges in wanted.items():
             value = (self._context.number, self._number, self._keep_graph, self.left_s(), edges)
-            requests.append(self._request(to, MARK, value))
+            requests.append(self._agent.request(to, MARK, value, self.left_s(), asked="backward()"))
         return gathered(requests).then(lambda found: set[Member]().union(*found))
-
-    def _request(self, to: Member, service: str, value: Any) -> Future[Any]:
-        request = self._agent.request(to, service, value, self.left_s(), asked="backward()")
-        self._requests = [pair for pair in self._requests if not pair[1].done()] + [(to, request)]
-        return request
 
     # Gradients
 
@@ -152,25 +136,15 @@ class Pass:
 
     def run(self, roots: Sequence[torch.Tensor]) -> None:
         """Run this worker's part, and keep its gradients in the context."""
-        number = -1
-
-        def begin() -> None:
-            nonlocal number
-            number = tasks.enter(self)
-            self._leaves.begin(number)
-
-        self._thread, self._since = threading.get_ident(), time.monotonic()
         with self._changed:
-            live = sorted(self._live, key=lambda send: -send.order)
-            openings = [gates.Opening(send, sorted(self._live[send]), self._wait, self._later) for send in live]
+            gates = [(send, sorted(self._live[send])) for send in sorted(self._live, key=lambda send: -send.order)]
             self._owed = sorted(recv.order for recv in self._reach.recvs)
-            leaves = self._reach.leaves
+            self._compute()
         try:
             try:
-                self._leaves.watch(leaves)
-                gates.run(openings, roots, begin, keep_graph=self._keep_graph)
+                self._leaves.watch(self._reach.leaves)
+                run_graph(self, self._leaves, gates, roots, keep_graph=self._keep_graph)
             finally:
-                tasks.leave(number)
                 self._leaves.end()
             with self._changed:
                 if self._error is not None:
@@ -179,8 +153,13 @@ class Pass:
             if error is self._error:
                 raise
             raise blamed(error, self._agent.me, self._latest) from error
+        finally:
+            self._running = None
         with self._context.lock:
             add(self._context.gradients, self._leaves.gradients)
+
+    def _compute(self) -> None:
+        self._running = threading.get_ident(), time.monotonic()
 
     def hand_back(self, recv: Recv, place: int, gradient: torch.Tensor | None) -> None:
         """Take the gradient of one tensor of a received message; with the last one, they are sent to its sender."""
@@ -192,20 +171,22 @@ class Pass:
             del self._collected[recv]
         value = (self._context.number, self._number, recv.edge, gradients)
         with torch.no_grad():
-            request = self._request(recv.sender, GRADIENTS, value)
+            request = self._agent.request(recv.sender, GRADIENTS, value, self.left_s(), asked="backward()")
         request.add_done_callback(self.watch)
         with self._changed:
             self._owed.remove(recv.order)
 
-    def _later(self, send: Send) -> bool:
+    def has_handed_back(self, send: Send) -> bool:
+        """Return whether all messages received after ``send`` have been handed back, or the pass has failed."""
         with self._changed:
             return not self._owed or self._owed[-1] < send.order or self._error is not None
 
-    def _wait(self, send: Send) -> Gradients:
+    def wait_for(self, send: Send) -> Gradients:
+        """The gradients of a sent message, when they have come."""
         with self._changed:
-            self._awaited = send
+            self._running = None
             self._changed.wait_for(lambda: send.edge in self._arrived or self._error is not None)
-            self._awaited = None
+            self._compute()
             if self._error is not None:
                 raise self._error
             self._latest = send
@@ -214,28 +195,22 @@ class Pass:
     # The end
 
     def left_s(self) -> float:
-        """How long the pass may still take, in seconds."""
+        """Return how long the pass may still take, in seconds."""
         return max(0.0, self._until - time.monotonic())
 
     def state(self) -> dict[str, Any]:
-        """What this worker's part does, so that others can find out which worker keeps the pass.
-
-        It takes no lock, which a thread may hold while it sends. What it says may be over already.
+        """Describe what this worker's part does, for the search for the one that keeps the pass. It takes no lock.
 
         Returns:
-            ``waits_for``: the names of the workers whose answers it needs to go on. If there are none, ``for_s``: for
-            how long it has computed; and ``at``: the function and line, empty if it is in none of the program's.
+            ``asked``: the names of the workers whose parts this one depends on. While it computes also ``for_s``: for
+            how long; and ``at``: the function and line, empty if it is in none of the program's.
         """
-        awaited, thread = self._awaited, self._thread
-        asked = {to.name for to, request in list(self._requests) if not request.done()}
-        if awaited is not None:
-            asked.add(awaited.to.name)
-        elif not thread and not asked and self._live:
-            asked.add(max(self._live, key=lambda send: send.order).to.name)
-        elif thread and not self.done.done():
-            frame = sys._current_frames().get(thread)
-            return {"waits_for": [], "for_s": time.monotonic() - self._since, "at": running_at(frame)}
-        return {"waits_for": sorted(asked - {self._agent.me.name})}
+        state: dict[str, Any] = {"asked": sorted(member.name for member in list(self.asked))}
+        running = self._running
+        if running is not None:
+            frame = sys._current_frames().get(running[0])
+            state.update(for_s=time.monotonic() - running[1], at=running_at(frame))
+        return state
 
     def fail(self, error: BaseException) -> None:
         """End the waits of the pass here with an error; the first one counts."""
@@ -258,24 +233,19 @@ class Pass:
 def gathered(futures: Sequence[Future[Any]]) -> Future[list[Any]]:
     """The values of several futures, or the first error among them."""
     every: Future[list[Any]] = Future()
-    lock = threading.Lock()
-    missing = len(futures)
+    if not futures:
+        every.set_result([])
+    left = itertools.count(len(futures) - 1, -1)  # one step of it is atomic
 
     def count(future: Future[Any]) -> None:
-        nonlocal missing
         try:
             future.wait(0)
         except BaseException as error:
             every.set_exception(error)
             return
-        with lock:
-            missing -= 1
-            last = not missing
-        if last:
+        if not next(left):
             every.set_result([each.wait(0) for each in futures])
 
-    if not futures:
-        every.set_result([])
     for future in futures:
         future.add_done_callback(count)
     return every

@@ -1,28 +1,105 @@
-"""Requests whose tensors take part in distributed autograd, on both of their ends.
+"""Messages whose tensors take part in distributed autograd, on both of their ends.
 
 Inside of a context a request travels to a service of another name, whose handler runs in the context; so requests
 outside of contexts know nothing of all this. The value is encoded without its tensors that require gradients: each
-leaves its number, and the tensors go beside it as parts of the graph (``engine.wrap`` and ``engine.unwrap``).
+leaves its number, and the tensors go beside it as parts of the graph (:func:`wrap` and :func:`unwrap`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from phalanx.diagnosis.call_site import CallSite, capture
 from phalanx.rpc.agent import Agent, Incoming
-from phalanx.rpc.autograd.contexts import contexts
-from phalanx.rpc.autograd.engine import Metadata, running_in, unwrap, wrap
+from phalanx.rpc.autograd.contexts import contexts, worker_id
+from phalanx.rpc.autograd.graph import receive, send
 from phalanx.rpc.codec import PICKLED, Codec, decode, decoding_context, encode
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 
-__all__ = ["request", "serve"]
+__all__ = ["Metadata", "request", "running_in", "serve", "unwrap", "wrap"]
+
+# What a message of a context carries: the context's number, the edge (None if no tensor requires gradients), and which
+# of the message's tensors do.
+Metadata = tuple[int, int | None, tuple[int, ...]]
 
 _IN_CONTEXT = "+gradients"
+# What runs for another worker on this thread, for errors.
+_running: ContextVar[str] = ContextVar("phalanx_autograd_running", default="")
+
+
+def wrap(to: Member, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Metadata | None]:
+    """Make the tensors of a call or an answer, in their order, part of the current context, on their way to ``to``.
+
+    Returns:
+        The tensors to send, which require no gradients, and what goes beside them: None outside of contexts. Inside
+        one, the context's number is sent also if no tensor requires gradients, so that nested calls know it.
+    """
+    inside = contexts.current()
+    if inside is None:
+        return list(tensors), None
+    if to.incarnation != contexts.agent().me.incarnation:
+        with inside.lock:
+            if inside.released:
+                return list(tensors), None
+            inside.known[worker_id(to)] = to
+    places = tuple(place for place, tensor in enumerate(tensors) if tensor.requires_grad)
+    sent = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    if not places or not torch.is_grad_enabled():
+        return sent, (inside.number, None, ())
+    edge = contexts.next_edge()
+    about: str | CallSite = capture() or _running.get() or "a function"
+    send(inside, edge, to, [tensors[place] for place in places], about)
+    return sent, (inside.number, edge, places)
+
+
+def unwrap(sender: Member, tensors: Sequence[torch.Tensor], metadata: Metadata | None) -> list[torch.Tensor]:
+    """Join the context of a received call or answer, and make its tensors part of the graph here.
+
+    Returns:
+        The tensors; those whose sender wants gradients require them.
+    """
+    received = list(tensors)
+    if metadata is None:
+        return received
+    number, edge, places = metadata
+    inside = contexts.join(number, sender)
+    if inside is None or edge is None:
+        return received
+    with torch.enable_grad():
+        entered = receive(inside, edge, sender, [received[place] for place in places])
+    for place, tensor in zip(places, entered, strict=True):
+        received[place] = tensor
+    return received
+
+
+@contextlib.contextmanager
+def running_in(metadata: Metadata | None, function: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Let the context of a received call be current while what it asks for runs, and while its answer is wrapped.
+
+    Args:
+        metadata: what came with the call.
+        function: what the call asks for, so that an error in its backward can name it.
+    """
+    name = _running.set(_described(function) if function is not None and metadata is not None else "")
+    try:
+        with contexts.entered(None if metadata is None else metadata[0]):
+            yield
+    finally:
+        _running.reset(name)
+
+
+def _described(function: Callable[..., Any]) -> str:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name
 
 
 def request(
@@ -58,7 +135,7 @@ def serve(
     """
     agent.serve(service, handler)
 
-    def handle(incoming: Incoming, arrived: _Arrived) -> Any:
+    def handle(incoming: Incoming, arrived: tuple[Any, Metadata | None]) -> Any:
         value, metadata = arrived
         function = function_of(value)
 
@@ -72,42 +149,24 @@ def serve(
     agent.serve(service + _IN_CONTEXT, handle)
 
 
-class _Arrived(NamedTuple):
-    value: Any
-    metadata: Metadata | None
-
-
+@dataclass(eq=False)
 class _Carried:
-    """A value on its way. It is taken apart while the message is pickled, so that all it refers to stays alive.
+    """A value on its way. It is taken apart while the message is pickled, so that all it refers to stays alive."""
 
-    Args:
-        arrive: makes of it, at the other side, what the receiver gets.
-        sender, to: who sends it to whom.
-        value: the value.
-        metadata: for an answer, what came with the call; an answer is pickled when its handler has returned.
-        function: for an answer, the function that has returned it.
-        encode: the codec's, which takes what ``encoding.encode`` takes.
-    """
-
-    def __init__(
-        self,
-        arrive: Callable[..., Any],
-        sender: Member,
-        to: Member,
-        value: Any,
-        metadata: Metadata | None = None,
-        function: Callable[..., Any] | None = None,
-        *,
-        encode: Callable[..., tuple[bytes, list[memoryview]]] = encode,
-    ) -> None:
-        self._arrive, self._sender, self._to, self._value = arrive, sender, to, value
-        self._metadata, self._function, self._encode = metadata, function, encode
-        self._reduced: tuple[Any, ...] | None = None
+    arrive: Callable[..., Any]  # makes of it, at the other side, what the receiver gets
+    sender: Member
+    to: Member
+    value: Any
+    # For an answer, which is pickled when its handler has returned: what came with the call, and who has returned it.
+    metadata: Metadata | None = None
+    function: Callable[..., Any] | None = None
+    encode: Callable[..., tuple[bytes, list[memoryview]]] = encode  # the codec's
+    reduced: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._reduced is None:  # pickling may begin anew, and the tensors leave only once
-            self._reduced = self._arrive, (self._sender, *self._taken_apart())
-        return self._reduced
+        if self.reduced is None:  # pickling may begin anew, and the tensors leave only once
+            self.reduced = self.arrive, (self.sender, *self._taken_apart())
+        return self.reduced
 
     def _taken_apart(self) -> tuple[Any, ...]:
         tensors: list[torch.Tensor] = []
@@ -119,12 +178,9 @@ class _Carried:
             return _tensor_of, (len(tensors) - 1,)
 
         reducers: dict[type, Callable[[Any], Any]] = {torch.Tensor: reduce, torch.nn.Parameter: reduce}
-        head, buffers = self._encode(self._value, reducers=reducers, restart=tensors.clear)
-        if self._metadata is None:
-            sent, metadata = wrap(self._to, tensors)
-        else:
-            with running_in(self._metadata, self._function):
-                sent, metadata = wrap(self._to, tensors)
+        head, buffers = self.encode(self.value, reducers=reducers, restart=tensors.clear)
+        with running_in(self.metadata, self.function) if self.metadata is not None else contextlib.nullcontext():
+            sent, metadata = wrap(self.to, tensors)
         return head, [pickle.PickleBuffer(buffer) for buffer in buffers], sent, metadata
 
 
@@ -139,9 +195,9 @@ def _arrive(
     buffers: Sequence[memoryview],
     tensors: Sequence[torch.Tensor],
     metadata: Metadata | None,
-) -> _Arrived:
-    return _Arrived(decode(head, buffers, context=unwrap(sender, tensors, metadata)), metadata)
+) -> tuple[Any, Metadata | None]:
+    return decode(head, buffers, context=unwrap(sender, tensors, metadata)), metadata
 
 
 def _arrive_as_value(*arrived: Any) -> Any:
-    return _arrive(*arrived).value
+    return _arrive(*arrived)[0]

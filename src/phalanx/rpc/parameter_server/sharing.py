@@ -1,4 +1,4 @@
-"""How the parameters of a model are shared out over servers: by size, large ones cut by rows."""
+"""Share the parameters of a model out over servers: by size, large ones cut by rows."""
 
 from __future__ import annotations
 

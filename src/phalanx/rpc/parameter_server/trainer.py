@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -17,8 +17,7 @@ from phalanx.rpc import session
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
-from phalanx.rpc.parameter_server.service import ATTACH, LEAVE, OPTIONS, PULL, PUSH, ROWS, WRITE
-from phalanx.rpc.parameter_server.shard import BOUNDED, MODES, SYNCHRONOUS, Pulled, Settings
+from phalanx.rpc.parameter_server.server import ASK, ATTACH, BOUNDED, MODES, SYNCHRONOUS, Pulled, Settings
 from phalanx.rpc.parameter_server.sharing import Piece, shared_out
 from phalanx.wrong_arguments import require
 
@@ -51,13 +50,8 @@ class Parameters:
         *,
         trains: bool,
     ) -> None:
-        self._agent, self._settings, self._name, self._restore_s, self._trains = (
-            agent,
-            settings,
-            name,
-            restore_s,
-            trains,
-        )
+        self._agent, self._settings, self._name = agent, settings, name
+        self._restore_s, self._trains = restore_s, trains
         self._servers = list(on)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
@@ -84,10 +78,8 @@ class Parameters:
             WorkerLost: a server is gone, and has not come back in ``restore_s``.
             CallTimeout: another trainer has not pushed in time (``rpc.init(timeout_s=...)``).
         """
-        self._require_open()
-        started = [self._start(place, PUSH, self._gradients(place)) for place in range(len(self._servers))]
-        for place, future in enumerate(started):
-            self._take(place, self._answer(place, future, PUSH, partial(self._gradients, place)))
+        for place, pulled in enumerate(self._everywhere("push", self._gradients)):
+            self._take(place, pulled)
 
     def zero_grad(self) -> None:
         """Forget the gradients of the last step."""
@@ -100,21 +92,19 @@ class Parameters:
         Args:
             rows: also all rows of the sparse embeddings, as before the model is saved.
         """
-        self._require_open()
-        started = [self._start(place, PULL, None) for place in range(len(self._servers))]
-        for place, future in enumerate(started):
-            self._take(place, self._answer(place, future, PULL, lambda: None))
+        for place, pulled in enumerate(self._everywhere("pull", lambda _: None)):
+            self._take(place, pulled)
         if rows:
             for number in sorted({piece.parameter for pieces in self._pieces for piece in pieces if piece.sparse}):
                 self._fetch(number, None)
 
     def set(self, **options: Any) -> None:
         """Change options of the servers' optimizers, such as ``lr``. All trainers may call it with the same values."""
-        self._everywhere(OPTIONS, options)
+        list(self._everywhere("set", lambda _: options))
 
     def save(self) -> None:
         """Have every server write its checkpoint now."""
-        self._everywhere(WRITE, None)
+        list(self._everywhere("save", lambda _: None))
 
     def close(self) -> None:
         """Stop being a trainer: the others do not wait for this worker any more. The model keeps its values."""
@@ -125,7 +115,7 @@ class Parameters:
             hook.remove()
         for server in self._servers:
             try:
-                self._agent.request(server, LEAVE, self._name).wait()
+                self._agent.request(server, ASK, (self._name, "leave", None)).wait()
             except (WorkerLost, RankError, ClosedError):
                 continue  # a server that is gone waits for nobody, nor does one wait for a worker that has shut down
 
@@ -137,16 +127,22 @@ class Parameters:
 
     # Messages
 
-    def _start(self, place: int, service: str, value: Any) -> Future[Any]:
-        asked = self._name if value is None else (self._name, value)
+    def _everywhere(self, what: str, value: Callable[[int], Any]) -> Iterator[Any]:
+        """Ask all servers at once, and yield their answers; ``value`` gives what goes to the server of a place."""
+        self._require_open()
+        started = [self._start(place, what, value(place)) for place in range(len(self._servers))]
+        for place, future in enumerate(started):
+            yield self._answer(place, future, what, partial(value, place))
+
+    def _start(self, place: int, what: str, value: Any) -> Future[Any]:
         try:
-            return self._agent.request(self._servers[place], service, asked, asked="parameters")
+            return self._agent.request(self._servers[place], ASK, (self._name, what, value), asked="parameters")
         except RankError as error:  # nobody has its name now
             gone: Future[Any] = Future()
             gone.set_exception(WorkerLost(str(error)))
             return gone
 
-    def _answer(self, place: int, started: Future[Any], service: str, value: Callable[[], Any]) -> Any:
+    def _answer(self, place: int, started: Future[Any], what: str, value: Callable[[], Any]) -> Any:
         """Wait for an answer; where the server has lost its shard, restore that, and ask again."""
         while True:
             try:
@@ -156,7 +152,7 @@ class Parameters:
             if answer is not None:
                 return answer
             self._attach(place, self._settings._replace(trainers=0))  # those that are left do not wait for others
-            started = self._start(place, service, value())
+            started = self._start(place, what, value())
 
     def _attach(self, place: int, settings: Settings) -> None:
         """Become a trainer of a server; wait for one that is gone, and bring it the values if it has none."""
@@ -176,12 +172,6 @@ class Parameters:
                 self._take(place, pulled)
                 return
             values = [self._piece(piece).cpu().contiguous() for piece in pieces]
-
-    def _everywhere(self, service: str, value: Any) -> None:
-        self._require_open()
-        started = [self._start(place, service, value) for place in range(len(self._servers))]
-        for place, future in enumerate(started):
-            self._answer(place, future, service, lambda: value)
 
     def _require_open(self) -> None:
         if not self._open:
@@ -236,10 +226,10 @@ class Parameters:
                     where = rows[(rows >= piece.first) & (rows < piece.end)]
                     asked = [(index, (where - piece.first).cpu())]
                 if len(where):
-                    wanted.append((place, where, asked, self._start(place, ROWS, asked)))
+                    wanted.append((place, where, asked, self._start(place, "rows", asked)))
         weight = self._parameters[number].detach()
         for place, where, asked, future in wanted:
-            found = self._answer(place, future, ROWS, partial(list, asked))
+            found = self._answer(place, future, "rows", partial(list, asked))
             weight.index_copy_(0, where.to(weight.device), found[0].to(weight.device))
 
 

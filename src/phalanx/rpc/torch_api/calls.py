@@ -1,67 +1,82 @@
-"""The caller's side: calls, and what remote references ask of their owners."""
+"""The caller's side: what torch's ``rpc_sync``, ``rpc_async`` and ``remote`` ask of C++, and their futures.
+
+torch's Python layer encodes the arguments, by its own pickler, before it asks for the call. The references among them
+are noted on the way (:func:`note_reference`) and travel beside the payload as remote objects, so that the receiver
+holds them before it decodes the payload.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from functools import partial
-from typing import Any, NamedTuple
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.futures import Future
 
-from phalanx.errors import CallTimeout, PhalanxError, WorkerLost
+from phalanx.errors import CallTimeout, PhalanxError
 from phalanx.rpc.agent import Member
-from phalanx.rpc.autograd.engine import unwrap, wrap
+from phalanx.rpc.autograd.requests import unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
-from phalanx.rpc.torch_api import current, profiling
-from phalanx.rpc.torch_api.futures import CallFuture, RpcTimeout
-from phalanx.rpc.torch_api.references import Identity, User
-from phalanx.rpc.torch_api.torch_names import autograd as torch_autograd
-from phalanx.rpc.torch_api.torch_names import cpp, internal
+from phalanx.rpc.objects import RemoteObject
+from phalanx.rpc.torch_api import profiling
+from phalanx.rpc.torch_api.agent import agent
+from phalanx.rpc.torch_api.torch_names import internal, stand_in
 
-__all__ = ["Answer", "Call", "backward", "call", "fetch", "pickle_errors", "usable"]
+__all__ = ["CALL", "Answer", "Call", "RpcTimeout", "answer_of", "call", "value_of", "wait_all"]
 
-CALL, FETCH, BACKWARD = "torch.call", "torch.fetch", "torch.backward"
+CALL = "torch.call"
 BUILTIN, PYTHON = "builtin", "python"
-UNSET = cpp._UNSET_RPC_TIMEOUT
 
 
 class Call(NamedTuple):
-    """A call as it travels.
+    """A call as it travels."""
 
-    Attributes:
-        kind: ``builtin`` if ``name`` is one of torch's operators, ``python`` if the function is in the payload.
-        payload, tensors: the arguments as ``torch.distributed.rpc.internal.serialize`` makes them.
-        autograd: what distributed autograd sends with them.
-        asynchronous: the function returns a future.
-        into: for ``remote``, the value to make and the first reference to it.
-        profile: what to record, if the caller has a profiler on.
-    """
-
-    kind: str
+    kind: str  # BUILTIN if ``name`` is one of torch's operators, PYTHON if the function is in the payload
     name: str
-    payload: bytes
+    payload: bytes  # like ``tensors`` as ``torch.distributed.rpc.internal.serialize`` makes it of the arguments
     tensors: list[torch.Tensor]
-    autograd: Any
-    asynchronous: bool
-    into: tuple[Identity, Identity] | None
-    profile: profiling.Flags | None
+    references: Sequence[RemoteObject]  # those in the payload
+    autograd: Any  # what distributed autograd sends
+    asynchronous: bool  # the function returns a future
+    into: RemoteObject | None  # for ``remote``, the value to make
+    profile: dict[str, bool] | None  # what to record, if the caller has a profiler on
 
 
 class Answer(NamedTuple):
-    """What a call returned, as it travels; ``payload`` is empty where nothing is sent back."""
+    """An answer as it travels; ``payload`` is empty where nothing is sent back."""
 
-    payload: bytes
-    tensors: list[torch.Tensor]
-    autograd: Any
-    events: list[list[profiling.Event]]
+    payload: bytes = b""
+    tensors: Sequence[torch.Tensor] = ()
+    references: Sequence[RemoteObject] = ()
+    autograd: Any = None
+    events: Sequence[Any] = ()
+
+
+class _Noted(threading.local):
+    references: Sequence[RemoteObject] = ()
+
+
+_noted = _Noted()
+
+
+def note_reference(reference: RemoteObject) -> None:
+    """The payload that this thread makes has a reference."""
+    _noted.references = [*_noted.references, reference]
+
+
+def noted_references() -> Sequence[RemoteObject]:
+    """The references in the payload that this thread has made."""
+    references, _noted.references = _noted.references, ()
+    return references
 
 
 def seconds(timeout: float) -> float:
     """Torch's timeout in ours: 0 stands for no limit, and a negative one for the default."""
-    timeout = current.agent().timeout_s if timeout < 0 else timeout
+    timeout = agent().timeout_s if timeout < 0 else timeout
     return timeout or math.inf
 
 
@@ -72,35 +87,35 @@ def call(
     payload: bytes,
     tensors: list[torch.Tensor],
     timeout: float,
-    *,
     asynchronous: bool = False,
-    into: tuple[Identity, Identity] | None = None,
+    *,
+    into: RemoteObject | None = None,
 ) -> Future[Any]:
     """Make a call to a worker, of which ``torch.distributed.rpc`` has encoded the arguments on this thread."""
-    agent = current.agent()
-    member = agent.member(to)
-    profile = profiling.sending()
-    agent.references.sent_to(member)
+    own = agent()
+    member = own.member(to)
+    references = noted_references()
+    profile, sent_at = profiling.sending(), time.monotonic()
     sent, autograd = wrap(member, tensors)
-    flags = profile.flags if profile is not None else None
-    request = Call(kind, name, payload, sent, autograd, asynchronous, into, flags)
-    started = agent.phalanx.request(member, CALL, tuple(request), seconds(timeout), asked=name or "a function")
-    agent.count(started)
+    flags = profile[0].flags if profile is not None else None
+    request = (kind, name, payload, sent, references, autograd, asynchronous, into, flags)
+    started = own.phalanx.request(member, CALL, request, seconds(timeout), asked=name or "a function")
+    own.count(started)
 
     def finish(answer: tuple[Any, ...]) -> Any:
         found = Answer(*answer)
         if profile is not None:
-            profile.receive(found.events)
+            profile[0].add(profile[1], sent_at, list(found.events))
         return value_of(member, found)
 
-    future: Future[Any] = CallFuture(started, finish, partial(forget_lost, member), agent.pool)
+    future: Future[Any] = CallFuture(started, finish, own.phalanx.run)
     if profile is None:
         return future
     return future.then(lambda done: done.wait())  # torch's profiler loses an error that was set from Python
 
 
 def value_of(member: Member, answer: Answer) -> Any:
-    """What a call returned; raises what the function raised."""
+    """Return what a call returned, or raise what the function raised."""
     if not answer.payload:
         return None
     tensors = unwrap(member, answer.tensors, answer.autograd)
@@ -109,8 +124,16 @@ def value_of(member: Member, answer: Answer) -> Any:
     if isinstance(value, AttributeError) and "RPC pickler does not serialize" in str(value):
         raise value
     if isinstance(value, internal.RemoteException):
-        raise_here(value)
+        _raise_here(value)
     return value
+
+
+def answer_of(started: OwnFuture[Any]) -> Any:
+    """Wait for a call."""
+    try:
+        return started.wait()
+    except CallTimeout as error:
+        raise RpcTimeout.of(error) from None
 
 
 @contextlib.contextmanager
@@ -122,7 +145,7 @@ def pickle_errors() -> Iterator[None]:
         raise PhalanxError(f"{type(error).__name__}: {error}") from error
 
 
-def raise_here(remote: Any) -> None:
+def _raise_here(remote: Any) -> None:
     """Raise what a Python function raised on its worker, so that both its own type and RuntimeError catch it.
 
     torch makes a RuntimeError of all but ValueError and TypeError, and programs rely on either.
@@ -139,50 +162,123 @@ def raise_here(remote: Any) -> None:
         raise
 
 
-def forget_lost(member: Member, error: BaseException) -> None:
-    """Where a worker proves to be gone, what it held is free: nobody else may notice."""
-    if isinstance(error, WorkerLost) and current.is_set():
-        current.agent().references.forget(member)
+class RpcTimeout(CallTimeout):
+    """A call took longer than it may; the text begins as torch's does, because programs look for it."""
+
+    @classmethod
+    def of(cls, error: CallTimeout) -> RpcTimeout:
+        """The error with torch's words before it."""
+        limit = f"RPC ran for more than set timeout ({error.timeout_s * 1000:g} ms)"
+        text = f"{limit} and will now be marked with an error: {error}"
+        return cls(text, worker=error.worker, asked=error.asked, timeout_s=error.timeout_s)
 
 
-def fetch(user: User, timeout: float) -> Any:
-    """``to_here``: the value of a reference, copied."""
-    usable(user, "to_here()")
-    agent = current.agent()
-    member = agent.references.member(user.owner)
-    name = f"to_here#({agent.me.name})->({member.name})"
-    scope = torch_autograd.profiler.record_function(name) if torch_autograd._profiler_enabled() else None
-    with scope or contextlib.nullcontext():
-        _, autograd = wrap(member, [])
-        started = agent.phalanx.request(member, FETCH, (user.identity, autograd), seconds(timeout), asked="to_here()")
-        agent.count(started)
-        return value_of(member, Answer(*answer(started)))
+class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
+    """The future that ``rpc_async`` returns.
+
+    The answer is turned into a value by the thread that waits for it, which saves a change of threads; without one by a
+    thread of the agent, but never by one that receives messages, because the user's callbacks may wait.
+
+    Args:
+        call: the call.
+        finish: makes the value of the call's answer.
+        run: calls a function on a thread that may block.
+    """
+
+    def __init__(self, call: OwnFuture[Any], finish: Callable[[Any], Any], run: Callable[..., None]) -> None:
+        super().__init__()
+        self._call, self._finish, self._run = call, finish, run
+        self._waiting = 0
+        self._completing = threading.Lock()
+        call.add_done_callback(self._on_answer, short=True)
+
+    def wait(self) -> Any:
+        """See :class:`torch.futures.Future`."""
+        if not super().done():
+            self._waiting += 1  # a hint: where it is missed, two threads come to _complete, and one of them does it
+            try:
+                self._call.wait()
+            except Exception:
+                pass
+            except BaseException:  # such as Ctrl-C: this thread will not complete it
+                self._waiting -= 1
+                self._call.add_done_callback(self._on_answer)
+                raise
+            self._complete()
+        return super().wait()
+
+    def _on_answer(self, call: OwnFuture[Any]) -> None:
+        if not self._waiting:
+            self._run(self._complete)
+
+    def _complete(self) -> None:
+        if not self._completing.acquire(blocking=False):
+            return
+        try:
+            value = self._finish(self._call.wait(0))
+        except CallTimeout as error:
+            self.set_exception(RpcTimeout.of(error))
+        except Exception as error:
+            self.set_exception(error)
+        except BaseException as error:
+            self.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+        else:
+            self.set_result(value)
 
 
-def backward(user: User, context: int, retain_graph: bool) -> None:
-    """``rref.backward``: begin the backward pass at a value of another worker."""
-    usable(user, "backward()")
-    agent = current.agent()
-    member = agent.references.member(user.owner)
-    message = user.identity, context, retain_graph
-    answer(agent.phalanx.request(member, BACKWARD, message, seconds(UNSET), asked="backward()"))
+def wait_all(futures: Sequence[Any]) -> list[Any]:
+    """Stand in for ``torch.futures.wait_all``, which waits for all where a future's error was set from Python.
 
-
-def answer(started: OwnFuture[Any]) -> Any:
-    """Wait for a call."""
-    try:
-        return started.wait()
-    except CallTimeout as error:
-        raise RpcTimeout.of(error) from None
-
-
-def usable(user: User, what: str, on_it: str = " on it") -> None:
-    """Refuse to use a reference whose value was never made, or that was given up.
+    Returns:
+        The values, in the order of the futures.
 
     Raises:
-        PhalanxError: it is one of these.
+        Exception: that of the first future that fails, without waiting for the others.
     """
-    if user.failure is not None:
-        raise user.failure
-    if user.deleted:
-        raise PhalanxError(f"{user.in_errors()} has been deleted. Cannot call {what}{on_it} after deletion.")
+    left, changed = len(futures), threading.Condition()
+    failed: list[BaseException] = []
+
+    def done(future: Any) -> None:
+        nonlocal left
+        error = None
+        try:
+            future.value()
+        except BaseException as raised:
+            error = raised
+        with changed:
+            left -= 1
+            if error is not None:
+                failed.append(error)
+            changed.notify_all()
+
+    for future in futures:
+        future.add_done_callback(done)
+    with changed:
+        changed.wait_for(lambda: failed or not left)
+    if failed:
+        raise failed[0]
+    return [future.wait() for future in futures]
+
+
+@stand_in
+def _invoke_rpc_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
+    payload, tensors = internal.serialize((args, kwargs))
+    return call(dst, BUILTIN, name, payload, tensors, timeout)
+
+
+@stand_in
+def _invoke_rpc_python_udf(
+    dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
+) -> Future[Any]:
+    return call(dst, PYTHON, "", payload, tensors, timeout, asynchronous)
+
+
+def _invoke_rpc_torchscript(dst: str, name: str, *_: Any) -> NoReturn:
+    raise PhalanxError(
+        f"{name} is a TorchScript function, which cannot be called on {dst} over Phalanx. Pass the Python function, or "
+        f"run without --replace rpc"
+    )
+
+
+stand_in(_invoke_rpc_torchscript)
+stand_in(_invoke_rpc_torchscript, "_invoke_remote_torchscript")

@@ -13,20 +13,12 @@ from typing import Any
 
 import torch
 
-from phalanx.errors import InitializationError
-from phalanx.rpc.torch_api import (
-    autograd_names,
-    current,
-    futures,
-    gathering,
-    invoking,
-    leaving,
-    profiling,
-    torch_agent,
-)
+from phalanx.errors import InitializationError, PhalanxError
+from phalanx.rpc.autograd import engine
+from phalanx.rpc.autograd.contexts import Context, contexts
+from phalanx.rpc.torch_api import agent, calls, profiling, rref, service  # noqa: F401 - the last serves
 from phalanx.rpc.torch_api.late_imports import after_import
-from phalanx.rpc.torch_api.rref import PyRRef, RRef
-from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, registry
+from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, registry, stand_ins
 
 __all__ = ["install"]
 
@@ -47,26 +39,13 @@ def install() -> None:
             "torch's own RPC is running in this process: import phalanx.rpc.torch_api before init_rpc"
         )
     _done = True
-    stand_ins: dict[str, Any] = {
-        **invoking.STAND_INS,
-        **torch_agent.STAND_INS,
-        "TensorPipeAgent": torch_agent.TensorPipeAgent,
-        "PyRRef": PyRRef,
-        "RemoteProfilerManager": profiling.RemoteProfilerManager,
-        "_enable_server_process_global_profiler": profiling.global_profiler.enable,
-        "_disable_server_process_global_profiler": profiling.global_profiler.disable,
-        "_is_current_rpc_agent_set": current.is_set,
-        "_get_current_rpc_agent": current.agent,
-        "_set_and_start_rpc_agent": current.start,
-        "_reset_current_rpc_agent": current.reset,
-    }
     pairs = [(getattr(cpp, name), new) for name, new in stand_ins.items()]
-    pairs += [(getattr(cpp_autograd, name), new) for name, new in autograd_names.STAND_INS.items()]
-    pairs += [(api.RRef, RRef), (torch.futures.wait_all, futures.wait_all)]
-    pairs += [(registry._init_process_group, torch_agent.StoreGroup)]
-    pairs += [(registry._tensorpipe_exchange_and_check_all_device_maps, _exchange_device_maps)]
+    pairs += [(getattr(cpp_autograd, name), new) for name, new in _AUTOGRAD.items()]
+    pairs += [(api.RRef, rref.RRef), (torch.futures.wait_all, calls.wait_all)]
+    pairs += [(registry.init_backend, agent.init_backend)]
+    pairs += [(api._wait_all_workers, agent.wait_all_workers(api._wait_all_workers))]
     replaced = {id(old): new for old, new in pairs}  # pairs keeps the old objects, and with them their ids, alive
-    RRef.__module__, RRef.__qualname__ = api.__name__, "RRef"
+    rref.RRef.__module__, rref.RRef.__qualname__ = api.__name__, "RRef"
     of_torch = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
     for module in [cpp, cpp_autograd, *of_torch]:
         held = getattr(module, "__dict__", {})
@@ -75,16 +54,7 @@ def install() -> None:
             if new is not None:
                 setattr(module, name, new)
     profiling.follow_profiles()
-    gathering.count_lost()
-    leaving.say_who_is_late()
     after_import("torch.distributed.optim.optimizer", _optimize_in_python)
-
-
-def _exchange_device_maps(
-    name: str, count: int, maps: Any, devices: list[Any], group: torch_agent.StoreGroup
-) -> tuple[Any, Any]:
-    exchanged: tuple[Any, Any] = group.exchange_device_maps(name, count, maps, devices)
-    return exchanged
 
 
 def _optimize_in_python(optimizer: Any) -> None:
@@ -93,3 +63,51 @@ def _optimize_in_python(optimizer: Any) -> None:
     It compiles some of them with TorchScript, and these would ask torch's C++ for the gradients.
     """
     optimizer.functional_optim_map = {}
+
+
+# What torch.distributed.autograd takes from torch's C++.
+
+
+def _init(worker_id: int) -> None:
+    """The agent says which worker this is, when it is made."""
+
+
+def _current_context() -> Context:
+    found = contexts.current()
+    if found is None:
+        raise PhalanxError(
+            "Current thread doesn't have a valid autograd context. Please wrap your code using: "
+            "`with torch.distributed.autograd.context() as context_id`"
+        )
+    return found
+
+
+def _is_valid_context(number: int) -> bool:
+    contexts.get(number)
+    return True
+
+
+def _release_context(number: int) -> None:
+    contexts.get(number)
+    contexts.release(number)
+
+
+def _get_debug_info() -> dict[str, str]:
+    living = contexts.all()
+    passes = sum(len(context.passes) for context in living)
+    return {"num_current_backward_passes": str(passes), "num_autograd_contexts": str(len(living))}
+
+
+_AUTOGRAD: dict[str, Any] = {
+    "DistAutogradContext": Context,
+    "_current_context": _current_context,
+    "_get_debug_info": _get_debug_info,
+    "_get_max_id": contexts.max_id,
+    "_init": _init,
+    "_is_valid_context": _is_valid_context,
+    "_new_context": contexts.new,
+    "_release_context": _release_context,
+    "_retrieve_context": contexts.get,
+    "backward": engine.backward,
+    "get_gradients": engine.get_gradients,
+}

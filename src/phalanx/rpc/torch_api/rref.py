@@ -1,4 +1,8 @@
-"""torch's ``RRef``, over :mod:`phalanx.rpc.torch_api.references`.
+"""torch's ``RRef``, over remote objects (:mod:`phalanx.rpc.objects`).
+
+The worker that makes a value with ``remote`` names it by an :class:`Identity`, because the owner has not made it yet.
+Under that name the owner's table has the value, with the workers that hold it. What torch knows of more than that, a
+number for each reference (*fork*), only appears in texts here.
 
 ``PyRRef`` stands in for the class of that name in torch's C++, with its methods, docstrings and errors; ``RRef`` is
 what ``torch.distributed.rpc.api`` makes of it.
@@ -6,26 +10,106 @@ what ``torch.distributed.rpc.api`` makes of it.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import inspect
-from typing import Any, Generic, TypeVar
+import itertools
+import time
+import weakref
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.futures import Future
 
-from phalanx.errors import PhalanxError
-from phalanx.rpc.torch_api import calls, current
-from phalanx.rpc.torch_api.references import Forked, Identity, Owned, Owner, User
-from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, internal, rref_proxy
+from phalanx.errors import CallTimeout, PhalanxError
+from phalanx.rpc.agent import Member
+from phalanx.rpc.autograd import engine
+from phalanx.rpc.autograd.requests import wrap
+from phalanx.rpc.future import Future as OwnFuture
+from phalanx.rpc.objects import Owned, RemoteObject, Table, table_of
+from phalanx.rpc.torch_api.agent import agent
+from phalanx.rpc.torch_api.calls import BUILTIN, PYTHON, Answer, answer_of, call, note_reference, seconds, value_of
+from phalanx.rpc.torch_api.torch_names import api, autograd, cpp, internal, rref_proxy, stand_in
+from phalanx.words import tell
 
-__all__ = ["PyRRef", "RRef"]
+__all__ = ["BACKWARD", "FETCH", "Identity", "PyRRef", "RRef", "begin_backward"]
 
 T = TypeVar("T")
+FETCH, BACKWARD = "torch.fetch", "torch.backward"
 UNSET = cpp._UNSET_RPC_TIMEOUT
+_LOOK_S = 0.005
+_TYPE_NAME = "RRef"  # of the remote objects
 _TorchRRef = cpp.PyRRef
 
-_NEEDS_TENSOR = "RRef should contain a tensor for .backward()"
+_numbers = itertools.count()
+_users: weakref.WeakSet[UserRRef] = weakref.WeakSet()
 
 
+class Identity(NamedTuple):
+    """The name of a value: the worker that chose it, a number there, and that worker's incarnation."""
+
+    created_on: int
+    local_id: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+
+    @staticmethod
+    def new() -> Identity:
+        """A name that nothing else in this job has."""
+        me = agent().phalanx.me
+        return Identity(me.rank, next(_numbers), me.incarnation)
+
+
+class OwnerRRef(NamedTuple):
+    """A value on its owner. The table has it while other workers hold it, or it is on its way to them."""
+
+    identity: Identity
+    owned: Owned
+
+    def __str__(self) -> str:
+        return f"OwnerRRef({self.identity})"
+
+
+class UserRRef:
+    """A reference on a worker that is not the owner. This worker holds the value while there is one."""
+
+    def __init__(self, owner: Member, identity: Identity, *, confirmed: bool) -> None:
+        self.owner, self.identity, self.fork = owner, identity, Identity.new()
+        self.confirmed = confirmed  # whether the call that makes the value has returned
+        self.deleted = False  # whether it was given up at shutdown
+        self.failure: BaseException | None = None  # why the value was never made; a use of the reference raises that
+        _table().hold(owner, identity, known=True)  # by the message that brings the name there, or has brought it here
+        self._let_go = weakref.finalize(self, _table().release, owner, identity)
+        self._let_go.atexit = False
+        _users.add(self)
+
+    def __str__(self) -> str:
+        return f"UserRRef(RRefId = {self.identity}, ForkId = {self.fork})"
+
+    def in_errors(self) -> str:
+        """The reference as torch writes it in errors."""
+        return f"UserRRef(rref_id={self.identity}, fork_id={self.fork})"
+
+    def give_up(self) -> None:
+        """Hold the value no more."""
+        self.deleted = True
+        self._let_go()
+
+    def require_usable(self, use: str) -> None:
+        """Refuse to use a reference whose value was never made, or that was given up."""
+        if self.failure is not None:
+            raise self.failure
+        if self.deleted:
+            raise PhalanxError(f"{self.in_errors()} has been deleted. Cannot call {use} after deletion.")
+
+
+def _table() -> Table:
+    return table_of(agent().phalanx)
+
+
+@stand_in
 class PyRRef:
     """A reference to a value of a worker, of this one or of another."""
 
@@ -33,45 +117,51 @@ class PyRRef:
         """A reference to a value of this process."""
         if type_hint is not None or isinstance(value, torch.jit.ScriptModule):
             raise PhalanxError("an RRef over Phalanx cannot hold a TorchScript module; give it the Python module")
-        owned = current.agent().references.new_value()
-        owned.value.set_result(value)
-        self._set(owned)
+        made: OwnFuture[Any] = OwnFuture()
+        made.set_result(value)
+        self._set(OwnerRRef(Identity.new(), Owned(made)))
 
-    def _set(self, reference: Owned | User, creation: Future[Any] | None = None) -> None:
+    def _set(self, reference: OwnerRRef | UserRRef, creation: Future[Any] | None = None) -> None:
         self._reference = reference
         self._creation = creation
         self._profiling: Future[Any] | None = None
         self._type: Any = None
 
     def is_owner(self) -> bool:
-        return isinstance(self._reference, Owned)
+        return isinstance(self._reference, OwnerRRef)
 
     def confirmed_by_owner(self) -> bool:
-        return isinstance(self._reference, Owned) or self._reference.confirmed.done()
+        return isinstance(self._reference, OwnerRRef) or self._reference.confirmed
 
     def owner(self) -> Any:
-        if isinstance(self._reference, Owned):
-            return current.agent().get_worker_info()
-        return cpp.WorkerInfo(self._reference.owner.name, self._reference.owner.rank)
+        return agent().get_worker_info(None if isinstance(self._reference, OwnerRRef) else self._reference.owner.name)
 
     def owner_name(self) -> str:
         return str(self.owner().name)
 
     def local_value(self) -> Any:
-        if not isinstance(self._reference, Owned):
-            where = f"user {current.agent().get_worker_info()}. Call it on owner {self.owner()}"
+        if not isinstance(self._reference, OwnerRRef):
+            where = f"user {agent().get_worker_info()}. Call it on owner {self.owner()}"
             raise PhalanxError(
                 f"Can't call RRef.local_value() on a non-owner RRef. "
                 f"For {self._reference.in_errors()}, can't call localValue() on {where}"
             )
-        value = self._reference.value.wait()
+        value = self._reference.owned.value.wait()
         internal._handle_exception(value)
         return value
 
     def to_here(self, timeout: float = UNSET) -> Any:
-        if isinstance(self._reference, Owned):
+        if isinstance(self._reference, OwnerRRef):
             return self.local_value()
-        return calls.fetch(self._reference, timeout)
+        self._reference.require_usable("to_here() on it")
+        owner = self._reference.owner
+        name = f"to_here#({agent().get_worker_info().name})->({owner.name})"
+        with autograd.profiler.record_function(name) if autograd._profiler_enabled() else contextlib.nullcontext():
+            _, context = wrap(owner, [])
+            message = self._reference.identity, context
+            started = agent().phalanx.request(owner, FETCH, message, seconds(timeout), asked="to_here()")
+            agent().count(started)
+            return value_of(owner, Answer(*answer_of(started)))
 
     def rpc_sync(self, timeout: float = UNSET) -> Any:
         return rref_proxy.RRefProxy(self, api.rpc_sync, timeout)
@@ -83,12 +173,15 @@ class PyRRef:
         return rref_proxy.RRefProxy(self, api.remote, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        if isinstance(self._reference, Owned):
-            backward(self.local_value(), dist_autograd_ctx_id, retain_graph)
+        if isinstance(self._reference, OwnerRRef):
+            begin_backward(self.local_value(), dist_autograd_ctx_id, retain_graph)
             return
         if dist_autograd_ctx_id == -1:
             raise PhalanxError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        calls.backward(self._reference, dist_autograd_ctx_id, retain_graph)
+        self._reference.require_usable("backward() on it")
+        message = self._reference.identity, dist_autograd_ctx_id, retain_graph
+        owner, limit_s = self._reference.owner, seconds(UNSET)
+        answer_of(agent().phalanx.request(owner, BACKWARD, message, limit_s, asked="backward()"))
 
     def _get_type(self, timeout: float = UNSET, blocking: bool = True) -> Any:
         if self._type is None:
@@ -114,15 +207,21 @@ class PyRRef:
         self._profiling = future
 
     def _serialize(self) -> tuple[Any, ...]:
-        if isinstance(self._reference, User):
-            calls.usable(self._reference, "fork an UserRRef", on_it="")
-        return tuple(map(tuple, current.agent().references.hand_on(self._reference)))
+        reference = self._reference
+        if isinstance(reference, UserRRef):
+            reference.require_usable("fork an UserRRef")
+        owner = reference.owner if isinstance(reference, UserRRef) else agent().phalanx.me
+        note_reference(RemoteObject(owner, reference.identity, _TYPE_NAME))  # which holds it on the way
+        if isinstance(reference, OwnerRRef):
+            _table().keep(reference.identity, reference.owned)
+        return owner, tuple(reference.identity)
 
     @staticmethod
-    def _deserialize(data: tuple[Any, ...]) -> PyRRef:
-        identity, fork, owner, parent = data
-        forked = Forked(Identity(*identity), Identity(*fork), Owner(*owner), Owner(*parent))
-        return wrapped(current.agent().references.receive(forked))
+    def _deserialize(data: tuple[Any, ...]) -> RRef[Any]:
+        owner, identity = data[0], Identity(*data[1])
+        if owner == agent().phalanx.me:
+            return _wrapped(OwnerRRef(identity, _table().find(identity)))
+        return _wrapped(UserRRef(owner, identity, confirmed=True))
 
     def __str__(self) -> str:
         return str(self._reference)
@@ -145,18 +244,98 @@ class RRef(PyRRef, Generic[T]):
     __doc__ = _TorchRRef.__doc__
 
 
-def wrapped(reference: Owned | User, creation: Future[Any] | None = None) -> RRef[Any]:
-    """What the user sees of a reference."""
+def _wrapped(reference: OwnerRRef | UserRRef, creation: Future[Any] | None = None) -> RRef[Any]:
     made: RRef[Any] = RRef.__new__(RRef)
     made._set(reference, creation)
     return made
 
 
-def backward(value: Any, context: int, retain_graph: bool) -> None:
+def begin_backward(value: Any, context: int, retain_graph: bool) -> None:
     """Begin a backward pass at a value of this worker: a distributed one, or a local one if ``context`` is -1."""
     if not isinstance(value, torch.Tensor):
-        raise PhalanxError(_NEEDS_TENSOR)
+        raise PhalanxError("RRef should contain a tensor for .backward()")
     if context == -1:
         torch.autograd.backward([value], retain_graph=retain_graph)
         return
-    cpp_autograd.backward(context, [value], retain_graph)
+    engine.backward(context, [value], retain_graph)
+
+
+@stand_in
+def _invoke_remote_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+    payload, tensors = internal.serialize((args, kwargs))
+    return _remote(dst, BUILTIN, name, payload, tensors, timeout, False)
+
+
+@stand_in
+def _invoke_remote_python_udf(
+    dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
+) -> Any:
+    return _remote(dst, PYTHON, "", payload, tensors, timeout, asynchronous)
+
+
+def _remote(
+    dst: Any, kind: str, name: str, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
+) -> RRef[Any]:
+    member, identity = agent().member(dst), Identity.new()
+    into = RemoteObject(member, identity, _TYPE_NAME)
+    if member == agent().phalanx.me:
+        _table().tell(member)  # which makes an entry
+        own = OwnerRRef(identity, _table().find(identity))
+        return _wrapped(own, call(dst, kind, name, payload, tensors, timeout, asynchronous, into=into))
+    user = UserRRef(member, identity, confirmed=False)
+
+    def made(done: Future[Any]) -> None:
+        try:
+            done.wait()
+        except CallTimeout:
+            user.failure = PhalanxError(
+                f"RRef creation via rpc.remote() to {member.name} timed out, and it is possible that the RRef on the "
+                f"owner node does not exist."
+            )
+            raise
+        except Exception as error:
+            user.failure = error
+            raise
+        finally:
+            user.confirmed = True
+
+    return _wrapped(user, call(dst, kind, name, payload, tensors, timeout, asynchronous, into=into).then(made))
+
+
+@stand_in
+def _rref_context_get_debug_info() -> dict[str, str]:
+    named = _table().named_for_others()
+    counts = {
+        "num_owner_rrefs": len(named),
+        "num_pending_futures": 0,
+        "num_pending_users": sum(not user.confirmed for user in list(_users)),
+        "num_forks": sum(len(holders) for _, holders in named),
+    }
+    return {name: str(count) for name, count in counts.items()}
+
+
+@stand_in
+def _delete_all_user_and_unforked_owner_rrefs(timeout: datetime.timedelta = datetime.timedelta(seconds=100)) -> None:
+    """Before a shutdown that all take part in: settle what is under way, then give up every reference."""
+    until = time.monotonic() + timeout.total_seconds()
+    table = _table()
+    table.hurry.set()
+    if not agent().wait_for_calls(timeout.total_seconds()):
+        tell("warning: rpc.shutdown() does not wait any longer for calls under way")
+    for user in list(_users):
+        user.give_up()
+    while table.named_for_others():
+        if time.monotonic() > until:
+            tell("warning: rpc.shutdown() does not wait any longer for values of this worker that others refer to")
+            return
+        time.sleep(_LOOK_S)
+
+
+@stand_in
+def _destroy_rref_context(ignore_leaks: bool) -> None:
+    leaks = agent().leaks
+    if leaks and not ignore_leaks:
+        raise PhalanxError(
+            "; ".join(leaks) + ". Detected RRef Leaks during shutdown. This usually occurs when the application code "
+            "still holds references to RRef instances when calling shutdown()"
+        )

@@ -1,8 +1,9 @@
-"""One server's part of a model: its pieces of the parameters, their optimizer, and the trainers that push to it.
+"""The server's side: shards of models, by name. Every worker can be a server.
 
-All of a shard's state is guarded by its lock, which no thread holds while it waits for another worker. Gradients are
-applied on the thread that brings them. The answer to a push is a future: it is completed, with the new values, when the
-mode lets the trainer go on. A trainer that is lost is a trainer less: whatever waited for it is looked at again.
+A shard is one server's pieces of the parameters, with their optimizer and the trainers that push to it. Its lock guards
+all of it, and no thread holds that while it waits for another worker. Gradients are applied on the thread that brings
+them. The answer to a push is a future, completed with the new values when the mode lets the trainer go on. What waited
+for a trainer that is lost is looked at again.
 """
 
 from __future__ import annotations
@@ -15,15 +16,20 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from phalanx.errors import ArgumentError, CheckpointError, ClosedError
+from phalanx.rpc import session
+from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.parameter_server.sharing import Piece
 from phalanx.training import checkpoint
 from phalanx.words import tell
 
-__all__ = ["ASYNCHRONOUS", "BOUNDED", "MODES", "SYNCHRONOUS", "Pulled", "Settings", "Shard"]
+__all__ = ["ASK", "ATTACH", "BOUNDED", "MODES", "SYNCHRONOUS", "Pulled", "Settings"]
 
-SYNCHRONOUS, BOUNDED, ASYNCHRONOUS = MODES = ("synchronous", "bounded", "asynchronous")
+# Services: to become a trainer, and to ask a shard for one of _ACTIONS.
+ATTACH, ASK = "parameters.attach", "parameters.ask"
+
+SYNCHRONOUS, BOUNDED, _ = MODES = ("synchronous", "bounded", "asynchronous")
 
 # How many steps have been taken, and the values of the pieces that are not sparse.
 Pulled: TypeAlias = tuple[int, list[torch.Tensor]]
@@ -31,18 +37,7 @@ _Due: TypeAlias = tuple[Future[Pulled], Pulled | Exception]
 
 
 class Settings(NamedTuple):
-    """How the parameters are trained; the same for all shards.
-
-    Attributes:
-        mode: one of ``MODES``.
-        staleness: for ``bounded``, how many steps a trainer may be ahead of the slowest.
-        trainers: for ``synchronous``, how many trainers must have come before the first step.
-        optimizer: makes an optimizer of a list of parameters.
-        sparse_optimizer: the same, of those with sparse gradients.
-        options, sparse_options: what these get beside the parameters.
-        checkpoint: where each server keeps its shard, with its name added; empty for nowhere.
-        checkpoint_steps: after how many steps it writes it.
-    """
+    """Settings of the training; the same for all shards. ``rpc.parameters()`` describes them."""
 
     mode: str
     staleness: int
@@ -51,24 +46,18 @@ class Settings(NamedTuple):
     sparse_optimizer: Callable[..., torch.optim.Optimizer]
     options: dict[str, Any]
     sparse_options: dict[str, Any]
-    checkpoint: str
+    checkpoint: str  # empty for none
     checkpoint_steps: int
 
 
 class _Trainer:
-    """What a shard knows of a trainer.
-
-    Attributes:
-        member: the worker.
-        steps: how many times it has pushed since the slowest trainer of then, when it came.
-        gradients: what it has pushed for the next step.
-        waiting: the answer that it waits for.
-    """
+    """A trainer, as a shard knows it."""
 
     def __init__(self, member: Member, steps: int) -> None:
-        self.member, self.steps = member, steps
-        self.gradients: Sequence[torch.Tensor | None] | None = None
-        self.waiting: Future[Pulled] | None = None
+        self.member = member
+        self.steps = steps  # its pushes, and those of the slowest trainer when it came
+        self.gradients: Sequence[torch.Tensor | None] | None = None  # for the next step
+        self.waiting: Future[Pulled] | None = None  # the answer that it waits for
 
 
 class Shard:
@@ -76,7 +65,7 @@ class Shard:
 
     Args:
         settings: see there.
-        pieces: which these are.
+        pieces: which pieces of the parameters it has.
         values: their values, which the shard keeps as its own.
         path: of this server's checkpoint, or None.
     """
@@ -84,7 +73,7 @@ class Shard:
     def __init__(
         self, settings: Settings, pieces: Sequence[Piece], values: Sequence[torch.Tensor], path: Path | None
     ) -> None:
-        self._settings, self._pieces, self._path = settings, pieces, path
+        self._settings, self.pieces, self._path = settings, pieces, path
         self._lock = threading.Lock()
         self._trainers: dict[int, _Trainer] = {}
         self._values = [torch.nn.Parameter(value.detach().clone()) for value in values]
@@ -118,18 +107,9 @@ class Shard:
         shard.steps = found["steps"]
         return shard
 
-    def write(self) -> None:
-        """Write the checkpoint.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        with self._lock:
-            self._write()
-
     def _write(self) -> None:
         contents = {
-            "pieces": [list(piece) for piece in self._pieces],
+            "pieces": [list(piece) for piece in self.pieces],
             "values": [value.detach() for value in self._values],
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "steps": self.steps,
@@ -150,16 +130,15 @@ class Shard:
             self._begun = self._begun or len(self._trainers) >= self._settings.trainers
             return self._pulled()
 
-    def drop(self, member: Member) -> None:
+    def drop(self, member: Member, _: None = None) -> bool:
         """A trainer is gone, or pushes no more: nobody waits for it."""
         with self._lock:
             trainer = self._trainers.pop(member.incarnation, None)
-            if trainer is None:
-                return
-            due = self._settle()
-        if trainer.waiting is not None:
+            due = self._settle() if trainer is not None else []
+        if trainer is not None and trainer.waiting is not None:
             trainer.waiting.set_exception(ClosedError(f"{member} is a trainer no more"))
         _answer(due)
+        return True
 
     def push(self, member: Member, gradients: Sequence[torch.Tensor | None]) -> Future[Pulled] | None:
         """Take a trainer's gradients, one for each piece.
@@ -180,12 +159,12 @@ class Shard:
         _answer(due)
         return answer
 
-    def pull(self) -> Pulled:
+    def pull(self, _: Member, __: None = None) -> Pulled:
         """The values as they are."""
         with self._lock:
             return self._pulled()
 
-    def rows(self, wanted: Sequence[tuple[int, torch.Tensor | None]]) -> list[torch.Tensor]:
+    def rows(self, _: Member, wanted: Sequence[tuple[int, torch.Tensor | None]]) -> list[torch.Tensor]:
         """Rows of pieces, by the pieces' numbers and the rows' within them; all rows for None."""
         with self._lock, torch.no_grad():
             return [
@@ -193,12 +172,23 @@ class Shard:
                 for number, rows in wanted
             ]
 
-    def set_options(self, options: dict[str, Any]) -> None:
+    def set(self, _: Member, options: dict[str, Any]) -> bool:
         """Change options of the optimizers, such as ``lr``."""
         with self._lock:
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
                     group.update({name: value for name, value in options.items() if name in group})
+        return True
+
+    def save(self, _: Member, __: None) -> bool:
+        """Write the checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        with self._lock:
+            self._write()
+        return True
 
     # With the lock
 
@@ -270,3 +260,72 @@ def _answer(due: Sequence[_Due]) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+_ACTIONS: dict[str, Callable[[Shard, Member, Any], Any]] = {
+    "push": Shard.push,
+    "pull": Shard.pull,
+    "rows": Shard.rows,
+    "set": Shard.set,
+    "save": Shard.save,
+    "leave": Shard.drop,
+}
+
+
+class _Server:
+    """The shards of one worker, by name."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._shards: dict[str, Shard] = {}
+        agent.serve(ATTACH, self._on_attach)
+        agent.serve(ASK, self._on_ask)
+        agent.on_change(self._on_change)
+
+    def _on_change(self, member: Member, _: str) -> None:
+        for shard in list(self._shards.values()):
+            shard.drop(member)
+
+    def _on_attach(
+        self,
+        incoming: Incoming,
+        asked: tuple[str, Settings, Sequence[Piece], Sequence[torch.Tensor] | None, bool],
+    ) -> Pulled | None:
+        """Count the caller among the trainers, if it is to be. None: there is no shard, so come with values."""
+        name, settings, pieces, values, trains = asked
+        with self._lock:
+            shard = self._shards.get(name)
+            if shard is None:
+                path = Path(f"{settings.checkpoint}.{self._agent.me.name}") if settings.checkpoint else None
+                if path is not None and path.exists():
+                    shard = Shard.restored(settings, pieces, path)
+                elif values is not None:
+                    shard = Shard(settings, pieces, values, path)
+                else:
+                    return None
+                self._shards[name] = shard
+        if list(shard.pieces) != list(pieces):
+            raise ArgumentError(
+                f"{self._agent.me} has other parameters under the name {name!r}: all trainers must give the same model "
+                f"and the same servers, and two models need two names"
+            )
+        if not trains:
+            return shard.pull(incoming.peer)
+        pulled = shard.add(incoming.peer)
+        if incoming.peer in self._agent.known_gone():  # it died meanwhile, before there was a trainer to drop
+            shard.drop(incoming.peer)
+        return pulled
+
+    def _on_ask(self, incoming: Incoming, asked: tuple[str, str, Any]) -> Any:
+        """Do something with a shard. None: there is no shard, or the caller is no trainer of it."""
+        name, what, value = asked
+        shard = self._shards.get(name)
+        return _ACTIONS[what](shard, incoming.peer, value) if shard is not None else None
+
+
+def _equip(agent: Agent) -> None:
+    _Server(agent)
+
+
+session.on_init(_equip)

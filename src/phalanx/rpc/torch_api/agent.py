@@ -1,0 +1,365 @@
+"""This process as a worker of torch's API: what stands in for ``TensorPipeAgent``, from ``init_rpc`` to ``shutdown``.
+
+The workers of a static group meet by the store of ``init_rpc``: when they come, to see that no two have one name, and
+when they shut down. A worker that is gone is not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from phalanx.errors import ArgumentError, InitializationError, PhalanxError, RankError
+from phalanx.rpc import session
+from phalanx.rpc.agent import Agent, Member
+from phalanx.rpc.future import Future
+from phalanx.rpc.objects import table_of
+from phalanx.rpc.torch_api.torch_names import api, cpp, stand_in
+from phalanx.system.host import this_host
+from phalanx.words import tell
+
+__all__ = ["TensorPipeAgent", "agent", "check_device_maps", "init_backend", "is_set", "wait_all_workers"]
+
+_NAMES_S = 1800.0  # for all workers to come, if calls have no limit
+# When one who waits in shutdown() makes links to those who are late, to how many of them at a time, and in what time.
+_LINK_AFTER_S = 0.1
+_LINKS_AT_ONCE = 4
+_REACH_S = 2.0
+
+_agent: TensorPipeAgent | None = None
+
+
+def is_set() -> bool:
+    """Return whether ``init_rpc`` has made an agent that ``shutdown`` has not ended."""
+    return _agent is not None
+
+
+def agent() -> TensorPipeAgent:
+    """The agent of this process.
+
+    Raises:
+        InitializationError: there is none.
+    """
+    if _agent is None:
+        raise InitializationError(
+            "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+        )
+    return _agent
+
+
+def init_backend(backend: Any, *, rpc_backend_options: Any, **arguments: Any) -> Any:
+    """Stand in for torch's function of that name."""
+    if backend.name != "TENSORPIPE":
+        return backend.value.init_backend_handler(rpc_backend_options=rpc_backend_options, **arguments)
+    if not isinstance(rpc_backend_options, cpp._TensorPipeRpcBackendOptionsBase):
+        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
+    return TensorPipeAgent(options=rpc_backend_options, **arguments)
+
+
+stand_in(is_set, "_is_current_rpc_agent_set")
+stand_in(agent, "_get_current_rpc_agent")
+
+
+@stand_in
+class TensorPipeAgent:
+    """This process as a worker of torch's API.
+
+    Attributes:
+        store: that of ``init_rpc``.
+        timeout_s: how long a call may take by default, in seconds; 0 for no limit.
+        gone: the names of the workers of a static group for which this one has waited in vain.
+        leaks: what others referred to when all came to ``shutdown``, in words.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, world_size: int | None, options: Any) -> None:
+        global _agent
+        self._info = cpp.WorkerInfo(name, rank)  # which checks the name
+        check_device_maps(options.device_maps)
+        self.store, self._options = store, options
+        self._world_size = world_size
+        self.timeout_s = float(options.rpc_timeout)
+        self._lock = threading.Condition()
+        self._calls = 0  # of this worker, under way
+        self._meetings = 0
+        self._left: set[Member] = set()  # of a dynamic group
+        self.gone: set[str] = set()
+        self.leaks: list[str] = []
+        self._agree_on_membership()
+        names, one_host = self._names() if world_size else ([name], False)
+        self._infos = [cpp.WorkerInfo(each, number) for number, each in enumerate(names)]
+        address = session.own_address(one_host=one_host)
+        _agent = self  # before others can find this worker: they may call it at once
+        try:
+            session.begin(PrefixStore("phalanx", store), name, rank, address, self.timeout_s or math.inf)
+        except BaseException:
+            _agent = None
+            raise
+        try:
+            if world_size:  # nobody calls a worker that is not in the directory yet
+                self._exchange("there", "")
+            self._others = [self.phalanx.member(each) for each in names if each != name]
+            self.phalanx.on_change(self._on_change)
+            if world_size:
+                if rank > 0:  # so a first call has not to wait for a link, and rank 0 notices a loss
+                    self.phalanx.reach(self._others[0], _REACH_S)
+                self._exchange("linked", "")
+        except BaseException:
+            self.shutdown()
+            _reset_current_rpc_agent()
+            raise
+
+    def _agree_on_membership(self) -> None:
+        """Refuse a worker that joins a static group later, or without a world size."""
+        mine = "static" if self.is_static_group else "dynamic"
+        found = self.store.compare_set("phalanx/membership", "", mine).decode()
+        if found != mine:
+            raise InitializationError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. "
+                f"The first worker made a {found} group; give init_rpc a world_size on all workers or on none"
+            )
+
+    def _names(self) -> tuple[list[str], bool]:
+        """The names of all workers of a static group, by rank, and whether all are on one host."""
+        network = ""
+        with contextlib.suppress(OSError):
+            network = os.readlink("/proc/self/ns/net")  # containers may have loopback addresses of their own
+        said = json.dumps([self._info.name, f"{this_host()} {network}"])
+        found = [json.loads(each) for each in self._exchange("names", said)]
+        names = [name for name, _ in found]
+        for rank, name in enumerate(names):
+            if names.index(name) < rank:
+                raise InitializationError(
+                    f"RPC worker name {name} is not unique: the workers {names.index(name)} and {rank} have it"
+                )
+        return names, len({place for _, place in found}) == 1
+
+    def _exchange(self, what: str, text: str) -> list[str]:
+        """Say a text, and return those of all workers, by rank."""
+        keys = [f"phalanx/group/{what}/{rank}" for rank in range(self._world_size or 1)]
+        self.store.set(keys[self._info.id], text)
+        self.store.wait(keys, datetime.timedelta(seconds=self.timeout_s or _NAMES_S))
+        return [value.decode() for value in self.store.multi_get(keys)]
+
+    @property
+    def phalanx(self) -> Agent:
+        """The agent that moves the messages."""
+        return session.agent()
+
+    def member(self, to: Any) -> Member:
+        """The worker that torch calls so."""
+        try:
+            return self.phalanx.member(to.name if isinstance(to, cpp.WorkerInfo) else to)
+        except RankError as error:
+            raise RankError(f"could not find destination {to}: {error}") from None
+
+    def count(self, call: Future[Any]) -> None:
+        """Count a call of this worker, which has begun."""
+        with self._lock:
+            self._calls += 1
+        call.add_done_callback(self._over, short=True)
+
+    def _over(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._calls -= 1
+            self._lock.notify_all()
+
+    def wait_for_calls(self, timeout_s: float) -> bool:
+        """Wait until no call of this worker is under way."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._calls, timeout_s)
+
+    # What torch asks
+
+    def get_worker_info(self, who: Any = None) -> Any:
+        """The name and number of a worker; of this one by default."""
+        if who is None:
+            return self._info
+        if isinstance(who, cpp.WorkerInfo):
+            return who
+        member = self.member(who)
+        return cpp.WorkerInfo(member.name, member.rank)
+
+    def get_worker_infos(self) -> list[Any]:
+        """All workers."""
+        if self.is_static_group:
+            return list(self._infos)
+        there = [member for member in self.phalanx.members() if member not in self._left]
+        return [cpp.WorkerInfo(member.name, member.rank) for member in there]
+
+    @property
+    def is_static_group(self) -> bool:
+        """Return whether all workers were there from the beginning."""
+        return bool(self._world_size)
+
+    def _get_backend_options(self) -> Any:
+        return self._options
+
+    def _get_device_map(self, dst: Any) -> dict[Any, Any]:
+        found: dict[Any, Any] = self._options.device_maps.get(dst.name, {})
+        return found
+
+    def _update_group_membership(self, worker_info: Any, devices: Any, reverse_device_maps: Any, is_join: bool) -> None:
+        if not is_join:
+            self._left.add(self.member(worker_info))
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Counts by torch's names."""
+        counts = {"thread_pool_size": self._options.num_worker_threads, "client_active_calls": self._calls}
+        if _gil_profiling:
+            counts["gil_average_wait_time_us"] = 0
+        return {f"agent.{name}": str(count) for name, count in counts.items()}
+
+    get_metrics = get_debug_info
+
+    def sync(self) -> None:
+        """Do nothing, as TensorPipe's."""
+
+    # Ends
+
+    def _on_change(self, member: Member, how: str) -> None:
+        """Let nobody wait for ever in torch's ``_all_gather`` for a worker that is lost meanwhile."""
+        with api._all_gather_dict_lock:
+            for sequence_id, states in list(api._all_gather_sequence_id_to_states.items()):
+                if how == "lost" and member.name in sequence_id:
+                    states.proceed_signal.set()
+
+    def meet(self, timeout_s: float) -> int:
+        """Wait until all other workers of a static group have come to this meeting, or are gone.
+
+        Args:
+            timeout_s: for how long, in seconds; 0 for no limit.
+
+        Returns:
+            How many calls were under way anywhere, as each worker said when it came.
+
+        Raises:
+            InitializationError: the time is over; it says who is late and what they do.
+        """
+        self._meetings += 1
+        store = PrefixStore(f"phalanx/meeting/{self._meetings}", self.store)
+        late = {member.rank: member for member in self._others if member.name not in self.gone}
+        busy, began = self._calls, time.monotonic()
+
+        def missing() -> list[int]:
+            nonlocal busy
+            for rank in list(late):
+                if store.check([str(rank)]):
+                    busy += int(store.get(str(rank)))
+                    del late[rank]
+            # Nobody may have a link to one that is killed meanwhile, and so nobody would notice.
+            if time.monotonic() - began >= _LINK_AFTER_S:
+                for rank, member in list(late.items())[:_LINKS_AT_ONCE]:
+                    if self.phalanx.reach(member, _REACH_S) is not None:
+                        self.gone.add(member.name)
+                        del late[rank]
+            return list(late)
+
+        def why() -> str:
+            return self.phalanx.inquiries.why_not_done(list(late.values()))
+
+        try:
+            store.set(str(self._info.id), str(busy))
+            with contextlib.suppress(RuntimeError):  # which most often ends sooner than a look comes
+                store.wait([str(rank) for rank in late], datetime.timedelta(seconds=_LINK_AFTER_S))
+            session.wait_for(missing, timeout_s or math.inf, "for rpc.shutdown() of", len(self._others), why)
+        except PhalanxError:
+            raise
+        except RuntimeError:  # the store has gone with the worker that had it, which had seen everybody
+            return 0
+        return busy
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Wait until all workers of a static group are here and no call is under way.
+
+        Args:
+            shutdown: as torch's; nothing depends on it.
+            timeout: in seconds; 0 for no limit.
+        """
+        if not self.wait_for_calls(timeout or threading.TIMEOUT_MAX):
+            raise InitializationError(f"{self._calls} calls of {self._info.name} had not ended after {timeout:g} s")
+        busy = int(self.is_static_group)
+        while busy:
+            found = table_of(self.phalanx).named_for_others()  # now: others may leave, and with them what they hold
+            self.leaks = [f"Leaking RRef {identity} held by {', '.join(holders)}" for identity, holders in found]
+            busy = self.meet(timeout)
+
+    def shutdown(self) -> None:
+        """Stop being a worker."""
+        session.shutdown(wait=False)
+
+
+def wait_all_workers(own: Callable[..., None]) -> Callable[..., None]:
+    """Stand in for torch's ``_wait_all_workers``: say who is late, and do not wait for those that are gone."""
+
+    def _wait_all_workers(timeout: float = api.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+        if is_set():
+            agent().meet(timeout)
+            for name in agent().gone:
+                tell(f"warning: {name} is gone; rpc.shutdown() goes on without it")
+        if not (is_set() and agent().gone):
+            own(timeout)
+
+    return _wait_all_workers
+
+
+def check_device_maps(maps: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Refuse device maps by which tensors would have to arrive on another device than they left.
+
+    Raises:
+        ArgumentError: one of them does.
+    """
+    for worker, devices in maps.items():
+        for here, there in devices.items():
+            if torch.device(here) != torch.device(there):
+                raise ArgumentError(
+                    f"the device map to {worker} leads from {here} to {there}, but tensors arrive on the device that "
+                    f"they left. Map each device to itself, and move tensors in the function that is called"
+                )
+
+
+_gil_profiling = False
+
+
+@stand_in
+def enable_gil_profiling(flag: bool) -> None:
+    """As torch's: whether the time spent waiting for the interpreter's lock is shown. Nothing is measured."""
+    global _gil_profiling
+    _gil_profiling = flag
+
+
+@stand_in
+def get_rpc_timeout() -> float:
+    """Return how long a call may take by default, in seconds."""
+    return agent().timeout_s
+
+
+@stand_in
+def _set_rpc_timeout(timeout: float) -> None:
+    agent().timeout_s = float(timeout)
+
+
+@stand_in
+def _set_and_start_rpc_agent(made: TensorPipeAgent) -> None:
+    global _agent
+    _agent = made
+
+
+@stand_in
+def _reset_current_rpc_agent() -> None:
+    global _agent
+    _agent = None
+
+
+@stand_in
+def _cleanup_python_rpc_handler() -> None:
+    pass
