@@ -22,6 +22,8 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from phalanx.diagnosis.call_site import raised_at, shown
+from phalanx.exception import chain
+from phalanx.lost import PeerLost
 from phalanx.native.core import TEXT_BYTES, library
 from phalanx.system import processes
 from phalanx.system.threads import within
@@ -130,10 +132,16 @@ def _exit_code(status: object) -> int:
 
 
 def _cause(error: BaseException) -> str:
-    first = str(error).partition("\n")[0]
+    """Describe an error in a line, and the loss of a rank for which it was raised."""
+    lost = next((each for each in chain(error) if isinstance(each, PeerLost)), error)
     site = shown(raised_at(error.__traceback__))
-    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return printable(f"{text[:200]}{f' at {site}' if site else ''}")
+    text = f"{_line(error)}{'' if lost is error else f', for {_line(lost)}'}{f' at {site}' if site else ''}"
+    return printable(text)
+
+
+def _line(error: BaseException) -> str:
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}"[:200] if first else type(error).__name__
 
 
 def _tell(error: BaseException, cause: str) -> None:
