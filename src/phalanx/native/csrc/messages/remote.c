@@ -312,7 +312,7 @@ static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
     struct phx_remote *remote = stream->remote;
     const uint64_t before = remote ? remote->received : 0;
     int moved = 0;
-    while (remote && remote->received - before < TURN) {
+    while (remote) {
         if (stream->arriving || begin_arrival(comm, src)) {
             phx_message *message = stream->arriving;
             if (take_ahead(remote, message)) {
@@ -329,7 +329,7 @@ static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
                 watch_in(comm->mail, src);
             break;
         }
-        if (!pull(remote, stream->arriving))
+        if (remote->received - before >= TURN || !pull(remote, stream->arriving))
             break;
         moved = 1;
     }
