@@ -1,4 +1,4 @@
-"""What all exceptions of Phalanx derive from, and the walk from an exception to those that it came of."""
+"""Base of all exceptions of Phalanx, and the walk from an exception to those that it came of."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ def did_last(operation: str, *, within: bool) -> str:
 
 
 def let_continue(pid: int) -> str:
-    """What to do about a process that is stopped."""
+    """Return what to do about a process that is stopped."""
     return f"Let it continue (kill -CONT {pid}), or end it"
 
 
 class _OfRank:
-    """What an error knows of the rank that is to blame, besides its number in the group."""
+    """Facts of an error about the rank that is to blame, besides its number in the group."""
 
     rank, pid, host, signal = -1, 0, "", 0
     last_operation, last_line = "", ""
@@ -263,12 +263,12 @@ class CollectiveTimeout(_OfRank, PhalanxError):
 
     @staticmethod
     def remedy() -> str:
-        """How to wait longer."""
+        """Return how to wait longer."""
         return "A longer timeout is set with phalanx.init(timeout_s=...) or init_process_group(timeout=...)"
 
 
 class _OfWorker:
-    """What the errors of calls know of the worker that was called; ``worker`` is its name."""
+    """Facts of the errors of calls about the worker that was called; ``worker`` is its name."""
 
     worker, rank, pid, host, incarnation = "", -1, 0, "", 0
     asked, line = "", ""

@@ -1,4 +1,4 @@
-"""What a script says of what it does, for the flight recorder: its step, and a label."""
+"""Step and label of a script, as it says them for the flight recorder."""
 
 from __future__ import annotations
 

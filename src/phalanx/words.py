@@ -1,4 +1,4 @@
-"""How Phalanx writes for people: ranks, plurals, sizes and times as text, and the line it prints under its name.
+"""Words for people: ranks, plurals, sizes and times as text, and the line it prints under its name.
 
 These texts are for people only: no code may read them back.
 """

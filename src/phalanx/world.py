@@ -376,7 +376,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _backend_name() -> str:
-    """What serves the world: the backend, or torch's list ``device:backend,...`` if there are several.
+    """Return what serves the world: the backend, or torch's list ``device:backend,...`` if there are several.
 
     Where ``phalanx`` serves a program that asked for ``gloo``, torch says ``gloo``, and this says ``phalanx``.
     """

@@ -84,7 +84,7 @@ def test_closed_group_has_given_back_its_connections_and_threads(how: str) -> No
 
 
 def test_rank_that_goes_on_does_not_hold_those_that_have_closed_the_group() -> None:
-    """What it sends comes to connections that they give back, where Gloo may spin for it: in one group of three."""
+    """What it sends comes to connections that they give back."""
 
     def run(member: Member) -> None:
         for number in range(12):

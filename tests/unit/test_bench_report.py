@@ -88,7 +88,7 @@ def test_a_noisy_row_is_marked_and_the_report_says_why() -> None:
 
 
 def test_between_hosts_a_row_has_the_bound_of_the_wire_and_what_crossed_it() -> None:
-    hosts = {"hosts": [["h0", 2], ["h1", 1]], "link_bytes_per_s": 125e6, "engine": "shared memory and Gloo"}
+    hosts = {"hosts": [["h0", 2], ["h1", 1]], "link_bytes_per_s": 125e6, "engine": "shared memory and TCP"}
     crossed = {
         "stated_bytes": [[1048576, 1048576], [1048576, 1048576]],
         "wire_us": 8388.6,
@@ -104,7 +104,7 @@ def test_between_hosts_a_row_has_the_bound_of_the_wire_and_what_crossed_it() -> 
     assert cells(text)[4:8] == ["30.0", "8,390", "1.07×", "9,000 (9,000–9,000)"]
     assert cells(text)[-3:] == ["1.049", "1.060", "1.500"]
     assert cells(text, "barrier")[5:7] == ["", ""]
-    assert "- phalanx went over shared memory and Gloo" in text
+    assert "- phalanx went over shared memory and TCP" in text
     assert "wire: what the busiest link between hosts must carry" in text
 
 

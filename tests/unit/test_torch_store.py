@@ -122,7 +122,7 @@ def failing_wait(store: Store, key: str) -> tuple[threading.Thread, list[str]]:
 
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_wait_of_a_meeting_ends_when_a_rank_has_ended(ends_first: bool) -> None:
-    served, ended = ServedWithEnds(), EndedRank(2, 77, "h1", "ended by signal 9 (SIGKILL)")
+    served, ended = ServedWithEnds(), EndedRank(2, 77, "h1", "by signal 9 (SIGKILL)")
     with served:
         client = served.client()
         world = PrefixStore("phalanx/0/world/1", served.client())

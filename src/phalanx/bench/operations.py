@@ -33,7 +33,7 @@ _PERIOD, _POISON = 7, 101
 
 
 class SizeOf(Enum):
-    """Which bytes the size in the tables counts."""
+    """Bytes that the size in the tables counts."""
 
     TENSOR = auto()  # the one tensor that is reduced, broadcast or sent
     BLOCKS = auto()  # all the blocks that a rank gathers, scatters or exchanges, together

@@ -88,7 +88,7 @@ def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Calla
 
 
 def _plain(things: Sequence[Any]) -> bool:
-    """Whether all tensors in it are torch's own."""
+    """Return whether all tensors in it are torch's own."""
     for thing in things:
         kind = type(thing)
         if kind is list or kind is tuple:
@@ -170,7 +170,7 @@ class Collectives:
         return self._start(opts.asyncOp, tensors, reduce_each)
 
     def _summable(self, tensor: torch.Tensor) -> bool:
-        """Whether the communicator can sum the tensor as it is."""
+        """Return whether the communicator can sum the tensor as it is."""
         # Others may not know whether they are contiguous.
         plain = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
         return plain and tensor.dtype in self._summed and tensor.is_contiguous() and not tensor.is_neg()
@@ -289,11 +289,7 @@ class Collectives:
         return self._move(opts, outputs, [tensor], lambda to, given: body(to[0] if to else None, given[0], root), root)
 
     def scatter(self, outputs: Tensors, input_lists: list[Tensors], opts: Any) -> Any:
-        (output,), root, body = (
-            self._check.one("scatter", outputs),
-            self._check.peer(opts.rootRank),
-            self._calls.scatter,
-        )
+        (output,), root = self._check.one("scatter", outputs), self._check.peer(opts.rootRank)
         self._check.on_cpu(outputs)
         inputs = input_lists[0] if input_lists else []
         if self._rank == root:

@@ -61,7 +61,7 @@ def create_process_group(
     """Make one rank's side of a group. Every member calls it.
 
     Ranks that cannot all reach one shared segment (several hosts, or containers with pid namespaces of their own) have
-    shared memory among those that can, and Gloo between them.
+    shared memory among those that can, and TCP between them.
 
     Args:
         store: the group's own part of the job's store.

@@ -74,7 +74,7 @@ def fill_mpi_slot() -> None:
         c10d.ProcessGroupMPI = ProcessGroupMPI  # type: ignore[misc]
 
     def is_mpi_available() -> bool:
-        """Whether mpi4py is installed and this rank can be one of MPI's, since Accelerate then uses MPI on the CPU.
+        """Tell whether mpi4py is installed and this rank can be one of MPI's: Accelerate then uses MPI on the CPU.
 
         Up to 2.13 torch asks here before it calls ``create``, which has a better error.
         """

@@ -128,7 +128,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def engine(self) -> str:
-        """The library whose connections carry the bytes, as ``Gloo``; empty if they are the transport's own."""
+        """What carries the bytes between hosts, as ``TCP``; empty on one host, and over MPI."""
         return self._communicator.engine
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -207,7 +207,7 @@ class Progress:
             operation.finish()
 
     def interrupted(self) -> bool:
-        """Whether the caller is a signal handler that has interrupted an operation of this group."""
+        """Return whether the caller is a signal handler that has interrupted an operation of this group."""
         if not self.running.acquire(blocking=False):
             return False
         try:

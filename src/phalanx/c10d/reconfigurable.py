@@ -158,7 +158,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
 
     @property
     def engine(self) -> str:
-        """The library whose connections carry the bytes between the present ranks; empty if they are our own."""
+        """What carries the bytes between the hosts of the present ranks; empty on one host."""
         return "" if self._present is None else self._present.engine
 
     # -- the ranks ---------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Handle(dist.Work):
 
 @uncompiled
 class DoneWork(Handle):
-    """The handle of a send that was done when it was called, as most small ones are."""
+    """The handle of what was done when it was called, as most small sends are."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True

@@ -41,7 +41,7 @@ class ShardedLoader(DataLoader[Any]):
         self._begin_at(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the training loop is: which batches it has been given, not which ones workers have prepared.
+        """Return how far the training loop is: which batches it has been given, not which ones workers have prepared.
 
         It is the same on every rank. Taken inside the loop over the loader, it counts the batch that the loop has just
         been given as done. Taken after a loop that was broken off, it has the rest of that pass. Taken after a whole

@@ -115,7 +115,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
                 yield order[first:last]
 
     def ends(self, start: int) -> list[int]:
-        """How many items of the epoch, over all ranks, are done after each batch of a pass that begins at ``start``."""
+        """Count the items of the epoch, over all ranks, done after each batch of a pass that begins at ``start``."""
         return [end for end, first, last in self._parts(start) if first < last]
 
     def _parts(self, start: int) -> Iterator[tuple[int, int, int]]:
@@ -125,7 +125,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
             yield end, first, begin + items * (self.rank + 1) // self.world_size
 
     def _bounds(self, start: int) -> list[tuple[int, int]]:
-        """Where each global batch begins and ends in the order, from the item ``start`` on."""
+        """Return where each global batch begins and ends in the order, from the item ``start`` on."""
         global_batch = self.batch_size * self.world_size
         full, rest = divmod(max(self.length - start, 0), global_batch)
         ends = [start + (i + 1) * global_batch for i in range(full)]

@@ -28,6 +28,7 @@ from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical import exchanges
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.engine import Engine, Transfer
+from phalanx.transports.hierarchical.frames import HEAD_BYTES
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.operands import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -41,7 +42,6 @@ _TIMEOUT = timedelta(seconds=60)
 _SHIFT = 20  # bits for the ranks that have contributed
 _FIRST = 1 << 22  # the number of the first element, so large that no counter or hash of a call looks like one
 _SAMPLES = 2048
-_HEAD_BYTES = 64  # of a verdict, and of a leader's frame (``frames.py``)
 
 Cell = tuple[int, int]  # the number of a block, and a bit for each rank that has contributed to it
 Kept = tuple[tuple[Cell, ...], ...]  # what lies in each block of a tensor
@@ -182,7 +182,7 @@ class _Inside(SharedMemoryCommunicator):
     notes: _Notes
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self.notes.head = _HEAD_BYTES if tensor.dtype == torch.uint8 else 0
+        self.notes.head = HEAD_BYTES if tensor.dtype == torch.uint8 else 0
         super().broadcast(tensor, root)
         self.notes.head = 0
 
@@ -194,7 +194,7 @@ class _TracedEngine(Engine):
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         address, turn = tensor.data_ptr(), (tag, self._turn("send", peer, tag))
-        self.notes.head = 0 if tag else _HEAD_BYTES
+        self.notes.head = 0 if tag else HEAD_BYTES
         self.notes.told(SENT, peer, address, tensor.nbytes, turn, (), self.notes.place_beside(address))
         self.notes.head = 0
         return super().send(tensor, peer, tag)

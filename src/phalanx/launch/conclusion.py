@@ -70,7 +70,7 @@ def conclude(ended: Ended, console: Console, hand_over: HandOver | None = None) 
 
 
 def failed(ended: Ended, console: Console) -> bool:
-    """Whether a job ended because a rank failed, and not because somebody ended it, or its output has no reader."""
+    """Tell whether a job ended because a rank failed, not because somebody ended it or its output has no reader."""
     by_others = ended.interrupted is not None or ended.refusal is not None
     return bool(ended.failures) and not (by_others or console.out.closed or console.err.closed)
 

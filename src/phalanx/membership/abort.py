@@ -250,5 +250,5 @@ class GroupAbort:
 
 
 def address_key(rank: int) -> str:
-    """Return the key under which Gloo has a rank's address, in a group that listens on one device."""
+    """Return the key of a rank's address: Gloo's in a group that listens on one device, and messages use it too."""
     return f"0/{rank}"

@@ -125,7 +125,7 @@ class Membership:
     """
 
     def __init__(self, rank: int, hosts: Sequence[int], names: Sequence[str]) -> None:
-        self.rank, self.size = rank, len(hosts)
+        self.rank = rank
         self._hosts, self._names = hosts, names
         self.changed = threading.Condition(threading.RLock())  # a signal handler may close a group
         self.departed: dict[int, tuple[Departed, float]] = {}

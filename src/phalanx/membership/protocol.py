@@ -104,7 +104,7 @@ class Joined(_Struct, frozen=True):
 
 
 class Address(_Struct, frozen=True):
-    """The address of a rank for what has this name, as a group of Gloo's; handed on to all once they have joined."""
+    """The address of a rank for what has this name: Gloo, or messages; handed on to all once they have joined."""
 
     group: str
     rank: int

@@ -53,7 +53,7 @@ class Traced:
 
 
 class Going:
-    """How a rank went (``enum phx_going``)."""
+    """Way in which a rank went (``enum phx_going``)."""
 
     HERE = 0
     LEFT = 1

@@ -38,7 +38,7 @@ class Exchange(ABC):
         """Make what is kept from one exchange to the next the same on all ranks, for a checkpoint. All must call it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept from one exchange to the next, after :meth:`settle`: the same on every rank."""
+        """Return what is kept from one exchange to the next, after :meth:`settle`: the same on every rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - see settle()

@@ -32,7 +32,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny  # below it the inverse of a scale c
 
 @dataclass(frozen=True)
 class Lanes:
-    """Which ranks add up unrounded, and which exchange integers."""
+    """Ranks that add up unrounded, and ranks that exchange integers."""
 
     everyone: dist.ProcessGroup
     inside: dist.ProcessGroup | None  # the ranks of this host; None if this rank has it for itself, or counts as a host

@@ -140,7 +140,7 @@ class LocalSteps:
         self._differ = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the parameters; the same on every rank."""
+        """Return what a resumed run needs beside the parameters; the same on every rank."""
         momentum = []
         if self._outer_optimizer is not None:
             momentum = [self._outer_optimizer.state[anchor]["momentum_buffer"].clone() for anchor in self._anchors]

@@ -152,7 +152,7 @@ def _is_tall(shape: torch.Size) -> bool:
 
 
 def _worth_factors(shape: torch.Size) -> bool:
-    """Whether torch's hook would send two factors in a matrix's place: they have at most half of its elements."""
+    """Tell whether torch's hook would send two factors for a matrix: they have at most half of its elements."""
     if len(shape) < 2 or not shape.numel():
         return False
     rows, columns = shape[0], shape.numel() // shape[0]

@@ -1,6 +1,6 @@
 """This process as a worker: the links to the others, the calls under way, and the services that others may ask for.
 
-Everything above (verbs, remote objects, distributed autograd, torch's names) is written with five calls: ``request``,
+Everything above (verbs, remote objects, distributed autograd, torch's names) is written above all with: ``request``,
 ``notify``, ``serve``, ``member`` and ``members``. A call is made at most once: it is sent on one link, and if that link
 ends before the answer, the caller is told, and the call is not sent again.
 """

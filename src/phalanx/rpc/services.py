@@ -83,7 +83,7 @@ def serve(name: str, thing: Any, methods: Iterable[str]) -> None:
                 f"{method} is a generator, and typed services have none: return a list, or a part of it"
             )
         signatures[method] = Signature(function)
-    codec = Codec(_encode_answer, partial(_decode_call, name, signatures), unpickles=False)
+    codec = Codec(typed_encode, partial(_decode_call, name, signatures), unpickles=False)
     _offered[name] = codec
     agent = session.current()
     if agent is not None:
@@ -170,10 +170,6 @@ def _method_of(interface: type, name: str) -> Callable[..., Any]:
     if isinstance(static, types.FunctionType):
         return types.MethodType(static, interface)
     return cast(Callable[..., Any], function)
-
-
-def _encode_answer(value: Any) -> tuple[bytes, list[memoryview]]:
-    return typed_encode(value)
 
 
 def _decode_call(

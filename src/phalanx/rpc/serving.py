@@ -66,10 +66,6 @@ class Incoming:
     def peer(self) -> Member:
         return self.caller.member
 
-    def cancelled(self) -> bool:
-        """Return whether the caller has given the call up since."""
-        return self.given_up
-
     def give_up(self) -> None:
         """Answer nobody. What has not begun gives its memory back, though it keeps its turn."""
         self.given_up = True

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class Stage(IntEnum):
-    """What is done at exit; the stages follow each other in this order."""
+    """Stages of the exit, in their order."""
 
     LEAVE_GROUPS = 0  # compare the last calls, end the threads, and say that this rank leaves
     END_MEMBERSHIP = 1  # say that this rank leaves the job

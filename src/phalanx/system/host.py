@@ -24,7 +24,7 @@ class Host:
 
     @property
     def machine(self) -> str:
-        """What distinguishes this host from others of its name."""
+        """Return what distinguishes this host from others of its name."""
         return f"{self.boot_id} {self.pid_namespace}"
 
 

@@ -51,7 +51,7 @@ class Limit:
 
     @property
     def fits(self) -> int:
-        """How many ranks fit."""
+        """Return how many ranks fit."""
         return max(0, (self.available - self.beside) // self.per_rank)
 
 

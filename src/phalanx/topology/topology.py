@@ -1,4 +1,4 @@
-"""Where every rank is: gathered from the ranks themselves, and compared with what the launcher said.
+"""Places of all ranks: gathered from the ranks themselves, and compared with what the launcher said.
 
 Nodes are hosts, numbered in the order of their lowest ranks. A node's index is never computed from a rank, so it makes
 no difference whether ranks are placed in blocks, in turn or unequally, nor how a launcher numbers its nodes.

@@ -1,4 +1,4 @@
-"""What a training script asks of its world: shares of data, replicas, seeds, accumulation, checkpoints."""
+"""Calls of a training script on its world: shares of data, replicas, seeds, accumulation, checkpoints."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _PATHS = str | os.PathLike[str]
 
 
 def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to be written: of everything that has a ``state_dict`` that, the rest as it is.
+    """Return what is to be written: of everything that has a ``state_dict`` that, the rest as it is.
 
     Raises:
         ArgumentError: an entry has a reserved name, or tensors that are divided among the ranks.

@@ -57,7 +57,7 @@ def weight(pair: int) -> int:
 
 
 class Wish:
-    """What the user wants to happen: a value of ``PHALANX_CALL_SITES``."""
+    """Wish of the user for calls that cross: a value of ``PHALANX_CALL_SITES``."""
 
     IGNORE, WARN, ERROR = "ignore", "warn", "error"
 
@@ -79,7 +79,7 @@ class Wish:
 
 
 class Judgements:
-    """How often crossed lines of a group are judged yet: ``left``, which is 0 after a warning."""
+    """Count of how often crossed lines of a group are still judged: ``left``, which is 0 after a warning."""
 
     def __init__(self, wish: str) -> None:
         self._warns = wish == Wish.WARN
@@ -152,7 +152,7 @@ class CrossedLines:
 
 
 def crossed_lines(found: Crossing, own: int, peer: int) -> CrossedLines | None:
-    """What the core has found of these two ranks; None if the lines are two arms of one branch."""
+    """Return what the core has found of these two ranks; None if the lines are two arms of one branch."""
     sites = [place_of(line) for line in found.lines]
     if all(sites) and are_alternatives(*sites):
         return None

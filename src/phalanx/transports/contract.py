@@ -3,7 +3,7 @@
 A communicator moves contiguous CPU tensors between the ranks of one group. ``c10d/collectives.py`` unpacks torch's
 options and lists, and ``c10d/progress.py`` keeps the order of operations. A new transport is a class that implements
 the abstract methods here; the others have defaults that are made of them. What it does not promise it says by its
-traits, which the suite of the contract (``tests/world/test_contract.py``) reads.
+traits, which the suite of the contract (``tests/world/contract.py``) reads.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Message(ABC):
         self._record = 0
 
     def test(self, watch: bool = True) -> bool:
-        """Whether it is done, after moving along what can be moved; it raises if it failed, the same each time.
+        """Return whether it is done, after moving along what can be moved; it raises if it failed, the same each time.
 
         Args:
             watch: break the group if the peer is gone or the timeout has passed. Otherwise the first ``wait`` does.
@@ -154,7 +154,7 @@ class Message(ABC):
         return message_text(self._verb, "" if self._peer is None else str(self._name_of(self._peer)), self._tensor)
 
     def _name_of(self, peer: int) -> int:
-        """What errors call a peer, where the transport counts ranks otherwise than the group."""
+        """Return what errors call a peer, where the transport counts ranks otherwise than the group."""
         return peer
 
 
@@ -208,7 +208,7 @@ class Communicator(ABC):
     Attributes:
         rank: this process's rank within the group.
         size: the number of ranks.
-        engine: the library whose connections carry the bytes, for people; empty if they are the transport's own.
+        engine: what carries the bytes, as ``shared memory and TCP``; empty on one host, and over MPI.
         rank_order_sums: trait: floats are added in rank order, 16-bit ones in 32 bits and rounded once, so the bits are
             the same on every rank and in every run. Otherwise the order is the transport's own.
         compares_calls: trait: calls that do not match raise CollectiveMismatch on every rank, with the calls of all.
@@ -224,7 +224,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        """Whether the reductions serve this dtype and operation (``ReduceOp.SUM.value``, …)."""
+        """Return whether the reductions serve this dtype and operation (``ReduceOp.SUM.value``, …)."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:

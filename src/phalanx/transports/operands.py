@@ -70,7 +70,7 @@ def pieces(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
 
 
 def split_counts(name: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """How many elements each rank's piece has, given its rows in ``splits``. Without splits all get as many rows.
+    """Count the elements of each rank's piece, given its rows in ``splits``. Without splits all get as many rows.
 
     Raises:
         ArgumentError: the splits are not one per rank, or do not add up to the rows.

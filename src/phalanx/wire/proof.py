@@ -9,7 +9,7 @@ Each side answers the other's random challenge with a keyed digest (HMAC-SHA-256
 Claim and verdict are frames (``framing.py``) of at most ``LONGEST_UNPROVEN`` bytes, whose content the users of this
 module get only after the digest was found right. A digest covers
 
-- the role, ``store`` or ``launcher``, so that a proof made for one kind of listener is worth nothing to the other;
+- the role, as ``store`` or ``launcher``, so that a proof made for one kind of listener is worth nothing to another;
 - the side, listener or caller, so that a digest cannot be sent back to the process that made it;
 - both challenges, so that a recorded proof is worth nothing to another connection;
 - the address and port that the caller has dialled, which the listener compares with its own and those under which it

@@ -25,7 +25,7 @@ _MOST_RTO_MS = 1000
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """When a silent peer counts as lost. Its kernel answers the probes, so a host that is merely busy is not lost.
+    """Limits after which a silent peer is lost. Its kernel answers the probes, so a host that is merely busy is not.
 
     Attributes:
         idle_s, interval_s: after how much silence the first probe is sent, and then the next ones.

@@ -279,7 +279,7 @@ def launcher_addresses(
 class Rehearsal:
     """Hosts that do not exist: all ranks run here, with the variables that a launcher sets on such hosts.
 
-    Groups that span hosts share memory, because Gloo among hundreds of ranks on a few cores would measure the rehearsal
+    Groups that span hosts share memory, because connections among hundreds of ranks on a few cores would measure it
     and not the program. ``hosts`` are the counts of ranks, by node rank, and ``given`` is what the user wrote.
     """
 

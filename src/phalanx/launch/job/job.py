@@ -78,12 +78,12 @@ class Job(LaunchOptions):
         return self.grace_s if self.grace_s is not None else _GRACE_S.get(signum, 0.0)
 
     def reads(self, rank: int, *, terminal: bool) -> bool:
-        """Whether a rank gets the launcher's standard input; ``terminal`` says whether that is a terminal."""
+        """Return whether a rank gets the launcher's standard input; ``terminal`` says whether that is a terminal."""
         named = self.debugged if self.debugged is not None else self.reader
         return rank == (named or 0) and (named is not None or self.ranks == 1 or not terminal)
 
     def keeps_terminal(self, rank: int) -> bool:
-        """Whether a rank writes to the launcher's standard output and error itself, as an interactive program must."""
+        """Tell whether a rank writes to the launcher's output and error itself, as an interactive program must."""
         alone = self.ranks == 1 and self.is_local and self.output.is_plain and all(map(os.isatty, range(3)))
         return rank == self.debugged or alone
 

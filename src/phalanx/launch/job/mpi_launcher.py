@@ -86,7 +86,7 @@ class MpiLauncher:
         return os.path.basename(self.path)
 
     def may_leave_this_host(self, environment: Mapping[str, str]) -> bool:
-        """Whether it may start ranks on other hosts although Phalanx named none, because other settings name them."""
+        """Tell whether it may start ranks on hosts that Phalanx has not named, because other settings name them."""
         return (
             self.kind == "slurm"
             or any(name in environment for name in _HOSTS_NAMED_BY)

@@ -56,7 +56,7 @@ class Target:
 
     @property
     def is_python(self) -> bool:
-        """Whether the target runs inside the interpreter that imported torch."""
+        """Return whether the target runs inside the interpreter that imported torch."""
         return self.kind != "program"
 
 

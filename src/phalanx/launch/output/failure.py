@@ -128,7 +128,7 @@ class RankState:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has failed by now, and the launcher has not ended it."""
+        """Return whether it has failed by now, and the launcher has not ended it."""
         ended = self.end is not None and not self.ended_well
         return (ended or self.report is not None) and not self.ended_by_launcher
 

@@ -306,7 +306,7 @@ def _format_traceback(error: BaseException, own: types.TracebackType | None) -> 
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether an error always comes of another rank's end."""
+    """Return whether an error always comes of another rank's end."""
     if isinstance(error, PhalanxError):
         return error.is_consequence
     # Gloo raises a plain RuntimeError when another process has ended, or has closed the connection to this one.
@@ -348,7 +348,7 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
 
 
 def _hint(start: RankStart, error: BaseException) -> str:
-    """What is known of the cause beyond the exception's own text."""
+    """Return what is known of the cause beyond the exception's own text."""
     if start.target.kind == "function":
         return ""  # the remedies are options of the command
     if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb" and not start.plan.reads:

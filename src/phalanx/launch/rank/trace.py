@@ -195,13 +195,13 @@ class Trace:
         self._elsewhere = 0  # the length of the lines about ranks of other hosts
 
     def stage(self, part: int) -> Stage:
-        """How far the rank with this part has come."""
+        """Return how far the rank with this part has come."""
         found = os.pread(self.descriptor, 1, part * _PART)
         # A rank that has gone wrong may have written over it.
         return Stage(found[0]) if found and found[0] in Stage._value2member_map_ else Stage.STARTED
 
     def asked(self, part: int) -> str:
-        """What the rank with this part has asked another process for; empty if nothing that takes long."""
+        """Return what the rank with this part has asked another process for; empty if nothing that takes long."""
         data = os.pread(self.descriptor, _ASKED_BYTES, part * _PART + _ASKED_AT)
         return data.partition(b"\0")[0].decode(errors="replace")
 
@@ -242,7 +242,7 @@ class Trace:
         return False
 
     def end(self, part: int) -> int:
-        """Where in the file the next stack of the rank with this part is going to be."""
+        """Return where in the file the next stack of the rank with this part is going to be."""
         at = self._begin(part)
         while text := os.pread(self.descriptor, _BLOCK, at).rstrip(b"\0"):
             at += len(text)

@@ -66,7 +66,7 @@ class Pace(msgspec.Struct):
 
 
 class RankLook(msgspec.Struct):
-    """What a look has found of one rank, of this moment or since the look before.
+    """Findings of a look at one rank, of this moment or since the look before.
 
     Attributes:
         state: ``waits`` (in an operation, or for the answer to a call by RPC), ``computes``, ``sleeps`` (in no

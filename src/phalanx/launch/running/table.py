@@ -188,7 +188,7 @@ def _named(operation: dict[str, Any]) -> str:
 
 
 def _notes(look: Look) -> list[str]:
-    """What cannot be known, and why."""
+    """Return what cannot be known, and why."""
     job = look.job
     notes = []
     if look.launcher in ("T", "t"):

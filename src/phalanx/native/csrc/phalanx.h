@@ -1,4 +1,4 @@
-/* The C core of Phalanx: collectives and messages between processes of one host, through one shared segment.
+/* The C core of Phalanx: collectives of one host through a shared segment, and messages, to other hosts by TCP as well.
  *
  * A segment is an anonymous file (memfd) that one rank makes and formats, and that every rank of a group maps. A
  * `phx_comm` is one rank's view of it. Ranks may be processes or threads.
@@ -12,7 +12,7 @@
  *   recorder     the flight recorder: records of operations in memory that outlives the process
  *   segment      the shared memory of a group, and its state: who is there, why it broke, which calls match
  *   collectives  chunks, waits, the kernels that combine numbers, and a file for each collective
- *   messages     rings between two ranks, and the mail that goes through them
+ *   messages     the mail of a rank, and what moves it: rings inside a host, connections to others
  *   rpc          links between two workers, over shared memory or a TCP connection
  *   mpi          the end of MPI with its process
  *
@@ -140,10 +140,10 @@ PHX_API void phx_look(phx_comm *comm, int fd);
  * rank. PHX_UNDER_WAY while rank `by` has not looked yet, PHX_PEER_LOST if it is gone. */
 PHX_API int phx_all_seen(const phx_comm *comm, uint32_t *by, uint32_t *whom);
 
-/* Whether phx_look() has found the process of `rank`. */
+/* Return whether phx_look() has found the process of `rank`. */
 PHX_API int phx_sees(const phx_comm *comm, uint32_t rank);
 
-/* How `rank` stands to the group (enum phx_going), also once it is broken, and its pid. By any thread. */
+/* Return how `rank` stands to the group (enum phx_going), also once it is broken, and its pid. By any thread. */
 PHX_API int phx_going(const phx_comm *comm, uint32_t rank, uint32_t *pid);
 
 /* Compare this rank's last calls with those of the others before it closes the group, by a thread that is alone in it.
@@ -226,7 +226,7 @@ PHX_API uint32_t phx_line_now(void);
  * are crossed now, with all of `out` but the peer. */
 PHX_API int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out);
 
-/* Whether calls from equal lines need not be noted. */
+/* Return whether calls from equal lines need not be noted. */
 PHX_API int phx_pairs_settled(const phx_line_pairs *pairs);
 
 /* -- collectives -------------------------------------------------------------------------------------------------- */
@@ -344,7 +344,7 @@ PHX_API int phx_messages_join(phx_comm *comm, uint32_t size, const int32_t *here
 PHX_API int phx_messages_connect(phx_comm *comm, uint32_t rank, int socket, int incoming);
 PHX_API void phx_messages_refused(phx_comm *comm, uint32_t rank, int left);
 
-/* Whether a rank is on this host, or has connected itself to send. */
+/* Return whether a rank is on this host, or has connected itself to send. */
 PHX_API int phx_messages_met(phx_comm *comm, uint32_t rank);
 
 /* End the connections, without a word. */

@@ -2,7 +2,7 @@
  *
  * A call is of the usual form if its tensors are plain (arguments.c), it is synchronous, has no timeout of its own,
  * and may be made here and now (enter_group). Everything else is ENTRY_NOT_ME, and errors of arguments are too: Python
- * finds them again and words them. So what this file does is a subset of c10d/process_group.py, call for call. */
+ * finds them again and words them. So what this file does is a subset of c10d/collectives.py, call for call. */
 #include "entry.h"
 
 #define NOT_ENTERED(entered) ((entered) < 0 ? NULL : ENTRY_NOT_ME)
@@ -36,7 +36,7 @@ static int is_done(int status)
 struct entry_process entry_process;
 uint64_t entry_forks;
 
-/* Whether a profiler or a mode of torch's wants to see the calls of this process. */
+/* Return whether a profiler or a mode of torch's wants to see the calls of this process. */
 static int is_watched(void)
 {
     PyObject *profiling = PyDict_GetItemWithError(entry_process.profiling, entry_process.is_profiling);
@@ -151,7 +151,7 @@ static int read_only_one(PyObject *list, PyObject **object, struct entry_tensor 
     return plain;
 }
 
-/* Whether the options of a call are the usual ones (entry_usual()). */
+/* Return whether the options of a call are the usual ones (entry_usual()). */
 static int is_usual(uint32_t kind, PyObject *options, int *op, int64_t *root)
 {
     static const enum entry_option_class CLASSES[] = {
@@ -332,7 +332,7 @@ struct ends {
     int64_t rank, tag;
 };
 
-/* Whether messages to and from a rank of the group may be moved here. */
+/* Return whether messages to and from a rank of the group may be moved here. */
 static int may_move(entry *self, const struct ends *ends)
 {
     return ends->rank >= 0 && ends->rank < self->size && self->forks == entry_forks && !is_watched();

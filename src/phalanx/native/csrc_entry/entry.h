@@ -121,7 +121,7 @@ int entry_site_number(struct entry_codes *codes, uint32_t *number);
 /* The same for an operation that may have been queued: then this thread's stack does not show the place. */
 int entry_queued_site_number(struct entry_codes *codes, uint32_t *number);
 
-/* Whether the function that is running was called by one with this code. */
+/* Return whether the function that is running was called by one with this code. */
 int entry_is_called_by(PyObject *code);
 
 /* -- a process, and its groups ------------------------------------------------------------------------------------- */

@@ -4,7 +4,7 @@
  * are passed over). */
 #include "entry.h"
 
-/* Where a code is in the table, or would be. */
+/* Return where a code is in the table, or would be. */
 static inline size_t slot_of(const struct entry_codes *codes, const PyObject *code)
 {
     size_t at = (uintptr_t)code / 64 % ENTRY_CODES;
@@ -20,7 +20,7 @@ static void forget_codes(struct entry_codes *codes)
         Py_CLEAR(codes->known[i].code);
 }
 
-/* Whether a frame is passed over: 1, 0, or -1 with an exception. */
+/* Return whether a frame is passed over: 1, 0, or -1 with an exception. */
 static int is_inside(struct entry_codes *codes, PyFrameObject *frame, PyObject *code)
 {
     const size_t known = slot_of(codes, code);

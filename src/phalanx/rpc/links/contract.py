@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_uint64
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.errors import EncodingError
@@ -23,7 +24,18 @@ from phalanx.words import format_gib
 if TYPE_CHECKING:
     from phalanx.rpc.peer import Peer
 
-__all__ = ["Buffer", "Kind", "Link", "LinkEnded", "Message", "OwnLink", "Receiver", "SentToMany"]
+__all__ = [
+    "Buffer",
+    "Kind",
+    "Link",
+    "LinkEnded",
+    "Message",
+    "OwnLink",
+    "Receiver",
+    "SentToMany",
+    "decode_service",
+    "encode_service",
+]
 
 # Memory of a tensor or of another large object: C-contiguous, of bytes. A received one may be written to, and it stays
 # valid as long as the object does.
@@ -69,7 +81,7 @@ class Kind(IntEnum):
     REQUEST = 1  # run something and answer
     ANSWER = 2  # what it returned
     FAILURE = 3  # what it raised
-    NOTICE = 4  # like a request, without an answer: a cancellation, a lease, one item of a stream
+    NOTICE = 4  # like a request, without an answer: a cancellation, a receipt, the end of a stream
 
 
 @dataclass(slots=True)
@@ -223,3 +235,15 @@ class OwnLink(Link):
         if not self._closed:
             self._closed = True
             self._receiver.ended(self, "this process has closed it")
+
+
+@lru_cache(4096)
+def encode_service(service: str) -> bytes:
+    """Encode the name of a service."""
+    return service.encode()
+
+
+@lru_cache(4096)
+def decode_service(name: bytes) -> str:
+    """Decode the name of a service."""
+    return name.decode()

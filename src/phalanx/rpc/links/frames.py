@@ -22,9 +22,8 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
-from phalanx.rpc.links.contract import Kind, Message
+from phalanx.rpc.links.contract import Kind, Message, decode_service, encode_service
 from phalanx.wire.framing import Malformed
 from phalanx.wire.session import TAG_BYTES, Session
 
@@ -92,19 +91,9 @@ class Layout:
         return layout, end
 
 
-@lru_cache(4096)
-def _name(service: str) -> bytes:
-    return service.encode()
-
-
-@lru_cache(4096)
-def _service(name: bytes) -> str:
-    return name.decode()
-
-
 def small_frame(message: Message) -> bytes:
     """Make the frame of a small message, without its digest."""
-    name, head, buffers = _name(message.service), message.head, message.buffers
+    name, head, buffers = encode_service(message.service), message.head, message.buffers
     count = len(buffers)
     nbytes = 1 + _FIXED.size + len(name) + 8 * count + len(head)
     if not count:
@@ -127,7 +116,7 @@ def _small_message(frame: bytes) -> Message:
         end = _SMALL_PREFIX.size + name_nbytes
         if not count and end + head_nbytes == nbytes and kind in _KINDS:  # the usual one
             try:
-                return Message(_KINDS[kind], call, _service(frame[_SMALL_PREFIX.size : end]), frame[end:])
+                return Message(_KINDS[kind], call, decode_service(frame[_SMALL_PREFIX.size : end]), frame[end:])
             except UnicodeDecodeError as error:
                 raise Malformed(f"a layout that cannot be read: {error}") from error
     body = memoryview(frame)[PREFIX.size :]
@@ -149,12 +138,12 @@ def layout_of(message: Message) -> Layout:
     return Layout(message.kind, message.call, message.service, len(message.head), sizes)
 
 
-def pieces_of(buffers: Sequence[memoryview], nbytes: int = PIECE_BYTES) -> Iterator[memoryview]:
-    """Cut the buffers' bytes into pieces of at most ``nbytes``. No piece has bytes of two buffers."""
+def pieces_of(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Cut the buffers' bytes into pieces of at most ``PIECE_BYTES``. No piece has bytes of two buffers."""
     for buffer in buffers:
         view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
-        for start in range(0, len(view), nbytes):
-            yield view[start : start + nbytes]
+        for start in range(0, len(view), PIECE_BYTES):
+            yield view[start : start + PIECE_BYTES]
 
 
 def _check_sizes(sizes: Sequence[int]) -> None:

@@ -20,14 +20,24 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import c_int, c_ubyte, c_uint32, c_uint64, c_void_p
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from phalanx.native.core import Status, library, rpc
 from phalanx.rpc.handlers import IDLE_S, Pool
-from phalanx.rpc.links.contract import Buffer, Kind, Link, LinkEnded, Message, Receiver, SentToMany
+from phalanx.rpc.links.contract import (
+    Buffer,
+    Kind,
+    Link,
+    LinkEnded,
+    Message,
+    Receiver,
+    SentToMany,
+    decode_service,
+    encode_service,
+)
 from phalanx.system.processes import state_of
 from phalanx.system.threads import AwakeClock
 from phalanx.words import tell
@@ -73,19 +83,9 @@ class Damaged(Exception):
     """Memory that was received and holds no message."""
 
 
-@lru_cache(4096)
-def _name(service: str) -> bytes:
-    return service.encode()
-
-
-@lru_cache(4096)
-def _service(name: bytes) -> str:
-    return name.decode()
-
-
 def _parts(message: Message) -> tuple[int, list[bytes | memoryview]]:
     """Return how many bytes the image has, and its parts in order."""
-    service, head, buffers = _name(message.service), message.head, message.buffers
+    service, head, buffers = encode_service(message.service), message.head, message.buffers
     at = _HEADER.size + 8 * len(buffers) + len(service) + len(head)
     parts: list[bytes | memoryview] = [b"", service, head]
     sizes = []
@@ -191,7 +191,7 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
     if end != nbytes:
         raise Damaged
     try:
-        service = _service(bytes(view[at:body]))
+        service = decode_service(bytes(view[at:body]))
     except UnicodeDecodeError:
         raise Damaged from None
     return Message(_KINDS[kind], call, service, head, parts)

@@ -126,7 +126,7 @@ class HierarchicalMessages(RemoteMail):
             return
         if not self.mailbox.why_broken().status:
             self.await_dialled(LEAVING_S)
-        self._reason.tell_left()  # before the connections end: who finds no connection asks the store
+        self._reason.tell_left()  # before the connections end: who finds none goes by what it was told
         self.stop(in_order=not self._reason.fails)
 
     def close(self, in_order: bool = False) -> None:

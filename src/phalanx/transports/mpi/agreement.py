@@ -380,7 +380,7 @@ class Agreement:
         return self._peers.name(self._members[rank], rank)
 
     def _facts(self, rank: int) -> dict[str, Any]:
-        """What is known of a rank of the group, as attributes of an error about it, and whether it ``was_in_it``."""
+        """Return what is known of a rank, as attributes of an error about it, and whether it ``was_in_it``."""
         return self._peers.facts(self._members[rank])
 
     def _give_up(self, kind: str, call: str, why: str = "") -> None:

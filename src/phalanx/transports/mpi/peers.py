@@ -75,7 +75,7 @@ class Peers:
         return state_text(state) if state in ("T", "t") else ""
 
     def place(self, rank: int) -> str:
-        """Where the main thread of a rank of the world is in its program; empty if that cannot be found out."""
+        """Return where the main thread of a rank of the world is in its program; empty if that cannot be found out."""
         return shown(place_of_main(self._peers[rank].pid)) if self._is_visible(rank) else ""
 
     def facts(self, rank: int) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Peers:
         return facts
 
     def _is_visible(self, rank: int) -> bool:
-        """Whether a rank's process id means the same here: the same kernel and the same namespace."""
+        """Return whether a rank's process id means the same here: the same kernel and the same namespace."""
         namespace = self._peers[rank].namespace
         is_beside = self._hosts[rank] == self._hosts[self._rank]
         return is_beside and bool(namespace) and namespace == self._peers[self._rank].namespace

@@ -28,7 +28,7 @@ static uint64_t row_bytes(const phx_comm *comm)
     return ((uint64_t)comm->size * sizeof(uint64_t) + PHX_LINE - 1) / PHX_LINE * PHX_LINE;
 }
 
-/* Where the data for `to` begins in the slot of a rank with this row; for `to` = size, where the data ends. */
+/* Return where the data for `to` begins in the slot of a rank with this row; for `to` = size, where the data ends. */
 static uint64_t offset_in(const phx_comm *comm, const uint64_t *row, uint32_t to)
 {
     uint64_t offset = row_bytes(comm);

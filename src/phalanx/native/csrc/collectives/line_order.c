@@ -58,7 +58,7 @@ static int crosses(const struct phx_line_pairs *with, uint16_t line, uint32_t wh
     return 1;
 }
 
-/* Whether two lines are crossed, one of them in the pair that has just met. A place in the program
+/* Return whether two lines are crossed, one of them in the pair that has just met. A place in the program
  * that calls with two roots counts as two lines when they meet, but it is never reported as crossed with itself: if a
  * program uses more roots than there is room for, the pairs that would explain them have been forgotten. */
 static int are_crossed(const struct phx_line_pairs *with, const struct phx_line_pair *latest, struct phx_crossing *out)

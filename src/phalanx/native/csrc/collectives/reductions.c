@@ -83,7 +83,7 @@ static void find_tensors(phx_comm *comm, uint64_t chunk)
     }
 }
 
-/* Where rank p has the piece of the call that begins at `at`. */
+/* Return where rank p has the piece of the call that begins at `at`. */
 static const char *piece_of(const phx_comm *comm, uint32_t p, uint64_t at, uint64_t chunk)
 {
     return comm->tensors[p] ? comm->tensors[p] + at : phx_slot(comm, p, chunk);

@@ -150,7 +150,7 @@ static int fits(const phx_message *receive, uint32_t src, uint32_t tag)
     return (receive->peer == src || receive->peer == PHX_ANY_SOURCE) && receive->tag == tag;
 }
 
-/* Whether a receive takes what is sent. Raw bytes, which have the dtype 0, may be fewer than the receive has room for. */
+/* Tell whether a receive takes what is sent. Raw bytes (dtype 0) may be fewer than the receive has room for. */
 static int agree(phx_message *receive, const struct phx_end *sent)
 {
     if (!receive->end.dtype && sent->nbytes < receive->end.nbytes)
@@ -338,7 +338,7 @@ static uint32_t check_elsewhere(phx_comm *comm, phx_message *message)
     return here;
 }
 
-/* Whether this is a receive, and a rank of another host that could send it has not been connected. */
+/* Return whether this is a receive, and a rank of another host that could send it has not been connected. */
 static int is_unmet(phx_comm *comm, const phx_message *message)
 {
     const struct phx_mail *mail = comm->mail;
@@ -428,7 +428,7 @@ static uint32_t place_of(const phx_comm *comm, const phx_message *message)
     return peer == PHX_ANY_SOURCE ? PHX_NOBODY : comm->mail->streams[peer].place;
 }
 
-/* How the message's peer went, with its place; of one from any rank, how the first of this host that went otherwise
+/* Find how the message's peer went, and its place; from any rank, how the first of this host that went otherwise
  * than in order did, or PHX_LEFT if all others have left, of which so many on other hosts have not. */
 static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *message, uint32_t here, uint32_t *gone)
 {
@@ -448,7 +448,7 @@ static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *me
     return here ? PHX_HERE : PHX_LEFT;
 }
 
-/* Whether the messages' timeout counts for this one and has passed since bytes of it moved. */
+/* Return whether the messages' timeout counts for this one and has passed since bytes of it moved. */
 static int overdue(phx_comm *comm, phx_message *message, uint64_t elapsed_ns)
 {
     if (!message->expected)

@@ -85,7 +85,7 @@ void phx_mail_close(struct phx_mail *mail);
 void phx_list_append(struct phx_list *list, phx_message *message);
 void phx_list_take_out(struct phx_list *list, phx_message *message);
 
-/* Whether messages may move. In a broken group their owners have an error for them, and may have freed the data. */
+/* Tell whether messages may move. In a broken group their owners have an error for them, and may have freed the data. */
 static inline int phx_mail_may_move(const phx_comm *comm)
 {
     return !phx_broken(comm) && !comm->mail->ended;
@@ -100,7 +100,7 @@ void phx_mail_finish(phx_comm *comm, phx_message *message, int status);
 phx_message *phx_mail_claim(struct phx_mail *mail, uint32_t src, const struct phx_end *sent, uint32_t tag,
                             const char *line);
 
-/* Whether a receive's end agrees with the sender's: 1; else 0, and the receive is finished: with PHX_DIFFERS if the
+/* Tell whether a receive's end agrees with the sender's: 1; else 0, and the receive is finished: with PHX_DIFFERS if the
  * sender is on another host and at this line, and else the group is broken. */
 int phx_mail_agrees(phx_comm *comm, phx_message *receive, uint32_t src, const struct phx_end *sent, const char *line);
 
@@ -124,7 +124,7 @@ int phx_rings_move_arrivals(phx_comm *comm, uint32_t place);
 /* Put a whole message into the ring if there is room: 1. Else do nothing: 0. */
 int phx_rings_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t place, uint32_t tag);
 
-/* How many bytes have been moved from the place, or to it. */
+/* Return how many bytes have been moved from the place, or to it. */
 uint64_t phx_rings_progress(const phx_comm *comm, uint32_t place, int receiving);
 
 /* -- remote.c: these expect the lock, too, but for phx_mail_watch() and phx_remote_ready() ------------------------- */
@@ -145,7 +145,7 @@ void phx_remote_posted(phx_comm *comm, uint32_t src);
 /* The connection on which alone a receive depends, which this thread may watch itself; -1 if there is none. */
 int phx_remote_socket(phx_comm *comm, const phx_message *message);
 
-/* How many bytes have been moved to or from the rank. */
+/* Return how many bytes have been moved to or from the rank. */
 uint64_t phx_remote_progress(const struct phx_mail *mail, uint32_t rank, int receiving);
 
 /* End all connections; with `in_order` the other ranks are told that this one has left. */
@@ -164,7 +164,7 @@ void phx_remote_free(struct phx_mail *mail);
 /* Have the thread know a mail; starts it with the first one. PHX_SYSTEM if the system refuses. Not under the mail's
  * lock. */
 int phx_ready_enter(struct phx_mail *mail);
-/* When this has returned, the thread does nothing for the mail any more. Not under the mail's lock. */
+/* Have the thread do nothing for the mail any more, from when this has returned. Not under the mail's lock. */
 void phx_ready_leave(struct phx_mail *mail);
 
 /* Have phx_remote_ready() called once the connection can be read, or with `writes` written. */

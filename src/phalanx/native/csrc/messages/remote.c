@@ -117,7 +117,7 @@ static uint64_t push(struct phx_remote *remote, const char *data, uint64_t nbyte
     return (uint64_t)sent - of_front;
 }
 
-/* Whether the rest of a message is for the thread of ready.c: one that waits would move it packet by packet, and
+/* Return whether the rest of a message is for the thread of ready.c: one that waits would move it packet by packet, and
  * slowly. */
 static int is_bulk(const phx_message *message)
 {
@@ -161,7 +161,7 @@ int phx_remote_move_sends(phx_comm *comm, uint32_t dst)
     return move_sends(comm, dst, 0);
 }
 
-/* Whether the socket takes a message as a whole. Memory that holds bytes for the network is larger than these. */
+/* Tell whether the socket takes a message whole. Memory that holds bytes for the network is larger than these. */
 static int has_room(int socket, uint64_t nbytes)
 {
     uint32_t memory[SK_MEMINFO_VARS];
@@ -290,7 +290,7 @@ static void watch_in(struct phx_mail *mail, uint32_t rank)
     phx_ready_watch(mail, remote->in, rank, 1, 0);
 }
 
-/* Whether a large receive of a collective is posted: it comes while the thread that will wait for it computes. */
+/* Tell whether a large receive of a collective is posted: it comes while the thread that waits later computes. */
 static int awaits_bulk(const phx_comm *comm, uint32_t src)
 {
     const phx_message *receive = comm->spin ? NULL : comm->mail->posted.first;
@@ -468,7 +468,7 @@ void phx_remote_end(phx_comm *comm, int in_order)
     for (uint32_t i = 0; i < mail->nreached; i++) {
         struct phx_stream *stream = &mail->streams[mail->reached[i]];
         struct phx_remote *remote = stream->remote;
-        /* Without the words, as in the middle of a message, the other rank asks the store whether this one has left. */
+        /* Without the words, as in the middle of a message, the other rank goes by what the registrar told it. */
         if (in_order && remote->out >= 0 && !(stream->sends.first && stream->sends.first->started))
             send(remote->out, &left, sizeof left, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (in_order && remote->in >= 0)

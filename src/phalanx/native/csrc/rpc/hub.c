@@ -405,7 +405,7 @@ void phx_rpc_let_go(struct phx_rpc_loans *loans, const struct phx_rpc_block *blo
         atomic_store_explicit(&loans->released[block->block], block->sequence, memory_order_release);
 }
 
-/* Whether nobody at the other end of a link can read any more. */
+/* Return whether nobody at the other end of a link can read any more. */
 static int is_dead(const phx_rpc_link *link)
 {
     const uint32_t why = atomic_load(&link->ended);

@@ -110,7 +110,7 @@ struct phx_rpc_link {
 
 extern _Atomic uint32_t phx_rpc_forks;
 
-/* Whether this process has made the hub, and is not a forked child of who did. */
+/* Return whether this process has made the hub, and is not a forked child of who did. */
 static inline int phx_rpc_mine(const phx_rpc_hub *hub)
 {
     return hub->forks == atomic_load_explicit(&phx_rpc_forks, memory_order_relaxed);

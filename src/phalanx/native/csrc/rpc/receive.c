@@ -101,7 +101,7 @@ static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_reco
     return image->nbytes >= sizeof *image && image->nbytes <= block->nbytes;
 }
 
-/* How much private memory a message takes while it is set aside. */
+/* Return how much private memory a message takes while it is set aside. */
 static uint64_t takes_aside(const struct phx_rpc_item *item)
 {
     return sizeof *item + (item->box.block >= PHX_RPC_INLINE ? item->box.nbytes : 0);
@@ -290,7 +290,7 @@ static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struc
 
 /* -- looking everywhere, and waiting ------------------------------------------------------------------------------- */
 
-/* Whether nothing more of what was sent over a link is to be received. */
+/* Return whether nothing more of what was sent over a link is to be received. */
 static int drained(const phx_rpc_link *link)
 {
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
@@ -318,7 +318,7 @@ static int tell(phx_rpc_link *link, struct phx_rpc_box *box)
     return 1;
 }
 
-/* Whether there may be something for a thread that serves. */
+/* Return whether there may be something for a thread that serves. */
 static int more(phx_rpc_hub *hub)
 {
     for (uint32_t i = 0; i < hub->count; i++) {

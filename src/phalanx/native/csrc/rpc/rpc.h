@@ -121,7 +121,7 @@ PHX_API void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const 
 PHX_API void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t *shared);
 /* Send what was shared; as phx_rpc_post(). PHX_BAD_ARGUMENT: this link cannot borrow it, but phx_rpc_put() can send it. */
 PHX_API int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call);
-/* How many bytes the other process has taken from the lane since the channel was made. */
+/* Return how many bytes the other process has taken from the lane since the channel was made. */
 PHX_API uint64_t phx_rpc_taken(phx_rpc_link *link, uint32_t lane);
 /* Sleep until the other process has taken more than `taken`, read before no room was found; 50 ms at most. */
 PHX_API void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken);

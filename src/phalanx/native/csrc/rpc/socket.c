@@ -146,7 +146,7 @@ int64_t phx_rpc_write(struct phx_rpc_endpoint *endpoint, uint64_t number, const 
     return sent < 0 ? -errno : sent;
 }
 
-/* Whether what has come is one small frame, and message `number` of the session. */
+/* Return whether what has come is one small frame, and message `number` of the session. */
 static int is_whole(const struct phx_rpc_endpoint *endpoint, uint64_t number)
 {
     const uint8_t *data = endpoint->data;

@@ -35,7 +35,7 @@ int phx_sees(const phx_comm *comm, uint32_t rank)
     return comm->met[rank].start_time != 0;
 }
 
-/* Whether a rank that this one has seen is gone; of the others it cannot know. */
+/* Return whether a rank that this one has seen is gone; of the others it cannot know. */
 static int lost(const phx_comm *comm, uint32_t peer)
 {
     return phx_sees(comm, peer) && phx_peer_life(comm, peer) != PHX_HERE;

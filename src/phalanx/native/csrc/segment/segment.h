@@ -130,7 +130,7 @@ struct phx_layout {
 };
 struct phx_layout phx_layout_of(uint32_t size, uint64_t chunk_bytes);
 
-/* How many bytes one ring of a group of `size` ranks holds. */
+/* Return how many bytes one ring of a group of `size` ranks holds. */
 uint64_t phx_ring_bytes(uint32_t size);
 
 /* Read the header of the file `fd`; 0 if that is a whole segment with this cookie, else -1 with errno set (EPROTO if it

@@ -61,7 +61,7 @@ static int find_range(struct dl_phdr_info *file, size_t size, void *data)
     return is_in;
 }
 
-/* Whether a thread may be linking in a frame: it is in the interpreter's code, or that cannot be told. */
+/* Return whether a thread may be linking in a frame: it is in the interpreter's code, or that cannot be told. */
 static int may_link(const ucontext_t *at)
 {
 #if defined(__x86_64__)
