@@ -94,12 +94,15 @@ def shown(place: str) -> str:
     return printable(f"{function}{bracket}{beside(line, jobs_folder())}")
 
 
-def call_site(site: CallSite | None = None) -> str:
-    """Name the line of this thread's call for people, with the thread unless it is the main one; may be empty."""
-    place, thread = shown(text_of(site or capture(2))), threading.current_thread()
+def call_site(site: CallSite | None = None, thread: threading.Thread | None = None) -> str:
+    """Name the line of a call for people, with the thread that made it unless it is the main one; may be empty.
+
+    By default it is that of this thread.
+    """
+    place, thread = shown(text_of(site or capture(2))), thread or threading.current_thread()
     if thread is threading.main_thread() or getattr(running, "site", None) is not None:
         return place
-    frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
+    frames = [frame for frame, _ in walk_stack(sys._current_frames().get(thread.ident or 0))]
     names = [f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}" for frame in frames]
     outermost = [name for name in names if not name.startswith(_THREADS)][-1]
     # What Phalanx's threads call for torch's C++ was called on another thread.

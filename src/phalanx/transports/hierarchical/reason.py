@@ -43,7 +43,7 @@ PATIENCE_S, PROMPT_S = 2.0, 0.5
 _LONGEST_TEXT = 2000
 # A process that is stopped says nothing, so those of its host do.
 _STOPPED = {"T": "stopped (state T)", "t": "held by a debugger (state t)"}
-_Words = tuple[Callable[..., str], tuple[Any, ...], CallSite | None]  # what writes the text of a call, and its line
+_Words = tuple[Callable[..., str], tuple[Any, ...], CallSite | None, threading.Thread]  # its text, its line, who calls
 
 
 class Crossed(Exception):
@@ -363,7 +363,7 @@ class PresentCall:
         return self._next(_exchange_text, (dtype, given, expected))
 
     def _next(self, make: Callable[..., str], arguments: tuple[Any, ...]) -> PresentCall:
-        self._before, self._present = self._present, (make, arguments, capture(3))
+        self._before, self._present = self._present, (make, arguments, capture(3), threading.current_thread())
         return self
 
     def text(self) -> str:
@@ -446,8 +446,8 @@ def _exchange_text(dtype: torch.dtype, *nbytes: Sequence[int]) -> str:
 def _in_words(call: _Words | None) -> str:
     if call is None:
         return ""
-    make, arguments, place = call
-    site = call_site(place)
+    make, arguments, place, thread = call
+    site = call_site(place, thread)
     return f"{make(*arguments)} at {site}" if site else make(*arguments)
 
 
