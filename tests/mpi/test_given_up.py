@@ -54,7 +54,8 @@ def tell(error, name=rank):
 call()
 call()
 dist.barrier()
-(folder / f"pid-{rank}").write_text(str(os.getpid()))
+(folder / f"own-{rank}").write_text(str(os.getpid()))
+(folder / f"own-{rank}").rename(folder / f"pid-{rank}")
 if how in ("late", "silent", "stopped"):
     dist.group.WORLD.set_timeout(timedelta(seconds=3))
 if rank == 1:

@@ -215,8 +215,8 @@ Perturbed = tuple[Program, int, int, Step]
 
 
 @st.composite
-def perturbed(draw: st.DrawFn, size: int) -> Perturbed:
-    program = draw(programs(size, most=5))
+def perturbed(draw: st.DrawFn, size: int, exact: bool = False) -> Perturbed:
+    program = draw(programs(size, exact, most=5))
     step = draw(steps(size).filter(lambda step: step.kind in COLLECTIVES and len(GROUPS[size][step.group].members) > 1))
     at = draw(st.integers(0, len(program.steps)))
     program = replace(program, steps=(*program.steps[:at], step, *program.steps[at:]))
