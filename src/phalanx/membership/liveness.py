@@ -38,7 +38,7 @@ from phalanx.membership.protocol import (
     OfGroup,
     Way,
 )
-from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of
+from phalanx.membership.registrar import WELCOME, Registrar, await_end
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.wire.dial import dial
 from phalanx.wire.key import job_key
@@ -140,7 +140,7 @@ class Membership:
         self._channel: Channel | None = None
         self._registrar: Registrar | None = None
         if rank == 0:
-            self._registrar = Registrar(self._loop, hosts, names, os.getpid(), self._take_later)
+            self._registrar = Registrar(self._loop, hosts, names, self._take_later)
         _alive[id(self)] = self
 
     @classmethod
@@ -253,10 +253,7 @@ class Membership:
             self._loop.thread.join(_CLOSING_S)
 
     def let_go(self) -> None:
-        """In a forked child: close the parent's files; nothing is known any more."""
-        if self._registrar is not None:
-            self._registrar.let_go()
-        self._loop.let_go()
+        """In a forked child, in which the loop has closed its files: nothing is known any more."""
         self.changed = threading.Condition(threading.RLock())
         self.connected, self._closed = False, True
 
@@ -330,19 +327,11 @@ class Membership:
             return  # rank 0 has said that it leaves
         if is_silent:
             beside = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0]]
-            self._lose_registrar([Departed(rank, Way.SILENT) for rank in beside])
+            self._lose_registrar(*(Departed(rank, Way.SILENT) for rank in beside))
         else:
-            self._lose_process(time.monotonic())
+            await_end(self._loop, 0, self._names[0], self._registrar_pid, self._lose_registrar)
 
-    def _lose_process(self, since: float) -> None:
-        """Note that rank 0's process has ended, and how, if that is known in time."""
-        found = end_of(0, self._names[0], self._registrar_pid, since)
-        if found is None:
-            self._loop.later(LOOK_S, lambda: self._lose_process(since))
-        else:
-            self._lose_registrar([found])
-
-    def _lose_registrar(self, departed: Sequence[Departed]) -> None:
+    def _lose_registrar(self, *departed: Departed) -> None:
         for each in departed:
             self._note_departed(each)
         self.connected = False
@@ -402,8 +391,7 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     for each in list(_alive.values()):
-        with contextlib.suppress(OSError):
-            each.let_go()
+        each.let_go()
     _alive.clear()
 
 

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -61,6 +62,7 @@ class Loop:
         self._lock = threading.RLock()  # a signal handler may call while its thread does
         self._open, self._printed = True, False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _loops.add(self)
 
     def start(self) -> None:
         """Start the thread."""
@@ -87,12 +89,12 @@ class Loop:
             self.close()
 
     def let_go(self) -> None:
-        """In a forked child: close what belongs to the parent."""
-        was_open, self._lock, self._open = self._open, threading.RLock(), False
-        for connection in self.connections:  # without the selector, which the parent shares
-            connection.sock.close()
-        if was_open:
-            self.close()
+        """In a forked child: close the parent's files, without the selector's own list, which the parent shares."""
+        self._lock, self._open = threading.RLock(), False
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self.close()
 
     def turn(self, timeout_s: float = 3600.0) -> None:
         """Wait until something can be done, for a limited time, and do it."""
@@ -108,6 +110,7 @@ class Loop:
 
     def close(self) -> None:
         """Close the loop's own files; its thread does so at its end."""
+        _loops.discard(self)
         self.selector.close()
         os.close(self._bell)
 
@@ -128,6 +131,18 @@ class Loop:
                 self._printed = True
                 with contextlib.suppress(Exception):  # nobody may read what is printed
                     threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+
+# Those whose files are open. A child that kept their sockets would hide this process's end from the other ranks.
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for loop in list(_loops):
+        loop.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Connection:

@@ -9,7 +9,6 @@ The thread alone uses the table, the seats and the door. Other threads give it t
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
@@ -254,12 +253,6 @@ class StoreServer:
         self.loop.thread.join(max(0.0, until - time.monotonic()))
         self.stop()
 
-    def let_go(self) -> None:
-        """In a forked child: close what belongs to the parent, whose thread is not here."""
-        self._door.let_go()
-        self.loop.let_go()
-        _servers.discard(self)
-
     # -- the thread ------------------------------------------------------------------------------------
 
     def _stop(self, why: str) -> None:
@@ -351,10 +344,4 @@ def _at_exit() -> None:
         server.linger(until)
 
 
-def _after_fork() -> None:
-    for server in list(_servers):
-        server.let_go()
-
-
 at_exit(Stage.END_STORES, _at_exit)
-os.register_at_fork(after_in_child=_after_fork)
