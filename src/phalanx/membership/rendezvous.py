@@ -211,51 +211,42 @@ def _listen(own: _Process, point: MeetingPoint) -> socket.socket:
     addresses, note = listening_addresses(own.place, point)
     if note and not own.quiet:
         tell(f"note: {note}")
-    clock, remind_s = own.clock, REMIND_S
-    ends_at = clock.now() + ENDING_S
+    until_s = own.clock.now() + ENDING_S
     while True:
-        trouble, ending = "", False
+        may_end = False
         for port in point.ports:
             for address in addresses:
                 try:
                     return listen(address, port)
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
-                        try:
-                            trouble = _ask_holder(own, point, (address, port)) or trouble
-                        except ConnectionError:
-                            ending = True
+                        may_end |= _is_ending(own, point, (address, port))
                         break
                     if error.errno != errno.EADDRNOTAVAIL:
                         raise InitializationError(f"rank 0 cannot listen on {address} port {port}: {error}") from error
             else:
                 raise InitializationError(_not_here(point, addresses))
-        if trouble or not ending or clock.now() >= ends_at:
-            if not trouble or own.left_s <= 0:
-                raise InitializationError(_taken(point, addresses[0], trouble))
-            if clock.now() >= remind_s:
-                remind_s += REMIND_S
-                tell(f"rank 0 waits for port {point.ports[0]}: {trouble}")
+        if not may_end or own.clock.now() >= until_s:
+            raise InitializationError(_taken(point, addresses[0]))
         time.sleep(_PAUSE_S)
 
 
-def _ask_holder(own: _Process, point: MeetingPoint, where: Address) -> str:
-    """Ask who holds rank 0's port; return the reason to wait if that is an earlier attempt of this job, else nothing.
+def _is_ending(own: _Process, point: MeetingPoint, where: Address) -> bool:
+    """Return whether who holds rank 0's port has ended meanwhile, or does not listen.
 
     Raises:
         InitializationError: it is rank 0 of this job, and refuses this process.
-        ConnectionError: it has ended meanwhile, or it does not listen.
     """
     try:
         line, verdict = own.knock(where, ANSWER_S if point.fixed else FIRST_ANSWER_S)
     except ConnectionError:
-        raise
+        return True
     except (OSError, NoProof, WrongKey):
-        return ""
+        return False
     line.close()
     if verdict.kind == "refused":
         raise InitializationError.rank_refused(0, verdict.reason)
-    return verdict.reason if verdict.kind == "earlier" else ""
+    return False
 
 
 def _not_here(point: MeetingPoint, addresses: list[str]) -> str:
@@ -267,13 +258,13 @@ def _not_here(point: MeetingPoint, addresses: list[str]) -> str:
     )
 
 
-def _taken(point: MeetingPoint, address: str, trouble: str) -> str:
+def _taken(point: MeetingPoint, address: str) -> str:
     if len(point.ports) > 1:
         return (
             f"rank 0 found all {len(point.ports)} ports of this job taken on {point.address} "
             f"({', '.join(map(str, point.ports))}). Set MASTER_PORT to a free one, for all ranks"
         )
-    holder = trouble or holder_of_port(point.ports[0])
+    holder = holder_of_port(point.ports[0])
     return (
         f"rank 0 cannot listen on {address} port {point.ports[0]} ({point.source}): the port is taken"
         f"{f' by {holder}' if holder else ' by a process of another user'}. Set MASTER_PORT to a free one, for all "

@@ -109,13 +109,13 @@ class Verdict:
     """Rank 0's answer to a claim.
 
     Attributes:
-        kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job; ``earlier``: this is rank 0 of an
-            earlier attempt, which will end.
+        kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job, or of an earlier world of this one,
+            which will end.
         reason: why the process is not welcome, for people.
         pid, host, start, sight: rank 0's process, if the caller is welcome.
     """
 
-    kind: Literal["welcome", "refused", "other", "earlier"]
+    kind: Literal["welcome", "refused", "other"]
     reason: str = ""
     pid: int = 0
     host: str = ""

@@ -76,7 +76,7 @@ class Seats:
         if claim.job != own.job:
             return Verdict("other")
         if (claim.attempt, claim.opening) > (own.attempt, own.opening):
-            return Verdict("earlier", f"rank 0 ({own.name}) is still in attempt {own.attempt}, world {own.opening}")
+            return Verdict("other", f"rank 0 ({own.name}) is still in attempt {own.attempt}, world {own.opening}")
         reason = self._why_refused(claim)
         if reason:
             self._refused = reason
