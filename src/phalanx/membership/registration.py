@@ -39,7 +39,7 @@ from phalanx.membership.store_protocol import RankProcess, own_process
 from phalanx.system.processes import state_text
 from phalanx.words import format_named
 
-__all__ = ["Registration", "register_rank", "registered"]
+__all__ = ["Registration", "cause_for_others", "register_rank", "registered"]
 
 # How many ranks on either side, by number, a rank looks at; and at rank 0. A death is seen by those of the same host.
 _NEIGHBOURS = 4
@@ -115,8 +115,7 @@ class Registration:
     def _end(self, error: BaseException | None) -> None:
         """End this process's part, and tell the others why if it has failed by a cause that concerns them."""
         with contextlib.suppress(RuntimeError):  # the store has gone
-            cause = self._gone(_how(error)) if error is not None and _is_own_fault(error) else error
-            if isinstance(cause, InitializationError) and cause.rank >= 0:
+            if error is not None and (cause := cause_for_others(error, self._own, self._group)) is not None:
                 self._publish(cause)
             if not self._is_stopped(0):
                 self._leave(error is not None)
@@ -273,8 +272,16 @@ def registered() -> Registration | None:
     return _open
 
 
-def _is_own_fault(error: BaseException) -> bool:
-    return not isinstance(error, (DistError, PhalanxError)) or isinstance(error, _OWN_FAULTS)
+def cause_for_others(error: BaseException, own: RankProcess, group: str) -> InitializationError | None:
+    """Return what the other ranks raise when an exception ends this process's part in a meeting; None if it names none.
+
+    Args:
+        own: this process.
+        group: the ranks that meet, for people.
+    """
+    if not isinstance(error, (DistError, PhalanxError)) or isinstance(error, _OWN_FAULTS):
+        return InitializationError.rank_gone(own.rank, own.pid, own.host, _how(error), _REMEDY, group)
+    return error if isinstance(error, InitializationError) and error.rank >= 0 else None
 
 
 def _how(error: BaseException) -> str:

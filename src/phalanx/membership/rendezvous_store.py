@@ -25,7 +25,8 @@ from phalanx.errors import InitializationError
 from phalanx.membership.client import JobStore, WaitTimeout, ended_ranks, underlying
 from phalanx.membership.liveness import Gone, gone_ranks
 from phalanx.membership.protocol import Way
-from phalanx.membership.registration import registered
+from phalanx.membership.registration import cause_for_others, registered
+from phalanx.membership.store_protocol import own_process
 from phalanx.system.host import this_host
 from phalanx.system.threads import AwakeClock
 from phalanx.words import format_named, tell
@@ -84,12 +85,12 @@ class RendezvousStore(PrefixStore):
         name, store: the part and the whole.
         ranks: the ranks of the new group, in the world.
         world: the new group is the world.
-        rank: this process's rank in the group; with -1 it does not say for whom it waits.
+        rank: this process's rank in the group.
     """
 
     timeout: timedelta  # torch's own property, which its stubs leave out
 
-    def __init__(self, name: str, store: Store, ranks: Sequence[int], world: bool = False, rank: int = -1) -> None:
+    def __init__(self, name: str, store: Store, ranks: Sequence[int], world: bool, rank: int) -> None:
         super().__init__(name, store)
         self._ranks, self._rank, self._world = ranks, rank, world
         self._job_store = whole if isinstance(whole := underlying(store), JobStore) else None
@@ -207,6 +208,10 @@ class RendezvousStore(PrefixStore):
         call = "phalanx.init()" if _deadline is not None else "init_process_group()"
         return InitializationError.ranks_ended({each.rank: each.host for each in ended if not each.how}, call)
 
+    def cause_for_others(self, error: BaseException) -> InitializationError | None:
+        """Return what the other ranks raise when an exception ends this rank's part; None if it names no rank."""
+        return cause_for_others(error, own_process(self._ranks[self._rank]), self._group)
+
     def await_gone(self) -> InitializationError | None:
         """Return the error for the rank that has gone, of which this process sees the effects; it may take seconds."""
         with contextlib.suppress(DistError):  # the time is over, or the store has gone
@@ -264,7 +269,7 @@ class RendezvousStore(PrefixStore):
         """
         lacking = [key for key in keys if not self.check([key])]
         missing = {_rank_of(key) for key in lacking}
-        if missing and -1 not in missing and self._rank >= 0 and self.is_first_to_set(f"said/{lacking[0]}/{nth}"):
+        if missing and -1 not in missing and self.is_first_to_set(f"said/{lacking[0]}/{nth}"):
             if (stopped := self.find_stopped()) is not None:
                 tell(str(stopped))
                 return
