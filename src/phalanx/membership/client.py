@@ -14,7 +14,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
@@ -41,13 +41,8 @@ __all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "ended_ranks", "
 _ANSWER_S = 30.0
 _PAUSE_S = 0.05
 _LONGEST_WAIT_S = 1e8  # a longer timeout is none
-_LOOK_S = 0.1  # how often a call that waits looks around
 _WAITING = (Code.READ, Code.WAIT, Code.EVERYBODY)
 _Answer = tuple[int, Sequence[bytes]]
-
-
-def _nothing() -> None:
-    pass
 
 
 class WaitTimeout(DistStoreError):
@@ -87,17 +82,8 @@ class Connections:
         self._ended = False
         _all.add(self)
 
-    def call(
-        self,
-        code: int,
-        number: int,
-        fields: Sequence[bytes],
-        timeout_s: float | None,
-        look: Callable[[], object] = _nothing,
-    ) -> _Answer:
+    def call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Answer:
         """Carry out a request on a connection that no other call uses; return the answer's number and fields.
-
-        ``look`` is called some times a second meanwhile, and what it raises ends the call.
 
         Raises:
             WaitTimeout: a request that waits has waited for so long; a timeout of None is none.
@@ -109,7 +95,7 @@ class Connections:
             line.sock.settimeout(None if timeout_s is None else max(timeout_s, _ANSWER_S))
             with contextlib.suppress(ConnectionError):  # what rank 0 has said before it went can still be read
                 line.sock.sendall(line.session.seal(message))
-            if not self._has_come(line, code in _WAITING, timeout_s, look):
+            if not self._has_come(line, code in _WAITING, timeout_s):
                 line.close()
                 if code in _WAITING and not self.rank_0.stopped_state():
                     raise WaitTimeout
@@ -130,16 +116,13 @@ class Connections:
             raise DistStoreError(_text(said))
         return result, said
 
-    def _has_come(self, line: Line, waits: bool, timeout_s: float | None, look: Callable[[], object]) -> bool:
+    def _has_come(self, line: Line, waits: bool, timeout_s: float | None) -> bool:
         """Wait until an answer comes; return whether one has in time."""
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(line.sock, select.POLLIN)
 
         def has_come(slice_s: float) -> bool:
-            if poll.poll(min(slice_s, _LOOK_S) * 1000):
-                return True
-            look()
-            return False
+            return bool(poll.poll(slice_s * 1000))
 
         if wait_awake(has_come, timeout_s):
             return True
@@ -239,7 +222,6 @@ class JobStore(Store):
         super().__init__()
         self.set_timeout(timeout)
         self._server = server
-        self._here = threading.local()
         self.connections, self.rank_0 = connections, connections.rank_0
         if server is not None:
             weakref.finalize(self, server.retire).atexit = False
@@ -315,19 +297,9 @@ class JobStore(Store):
         if self._server is not None:
             self._server.retire()
 
-    @contextlib.contextmanager
-    def looking(self, look: Callable[[], object]) -> Iterator[None]:
-        """Call ``look`` some times a second while this thread waits in the body, also by way of torch's C++."""
-        self._here.look = look
-        try:
-            yield
-        finally:
-            self._here.look = _nothing
-
     def _wait_for(self, code: int, keys: Sequence[str], timeout: timedelta) -> Sequence[bytes]:
-        look = getattr(self._here, "look", _nothing)
         try:
-            return self.connections.call(code, 0, [key.encode() for key in keys], _limit(timeout), look)[1]
+            return self.connections.call(code, 0, [key.encode() for key in keys], _limit(timeout))[1]
         except WaitTimeout:
             missing = sorted(key for key in keys if not self.check([key]))
             named = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")

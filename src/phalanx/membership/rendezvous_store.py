@@ -46,9 +46,9 @@ _SHORTEST_WAIT_S = 0.1
 # How much longer than all steps together may take a rank waits in the last one: those that time out first say why.
 _GRACE_S = 5.0
 # The pause between two questions for a key is an eighth of the time that the wait has taken, within these limits: it
-# delays the meeting by little, and many ranks that wait for long do not flood the store.
+# delays the meeting by little, and many ranks that wait do not flood the store.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.05
-_LONGEST_PAUSE_S_PER_RANK = 0.0005
+_SHORTEST_PAUSE_S_PER_RANK, _LONGEST_PAUSE_S_PER_RANK = 0.00005, 0.0005
 
 OFFER = "offer"  # the key in which rank 0 of a group offers the shared memory
 
@@ -136,16 +136,12 @@ class RendezvousStore(PrefixStore):
         total_s = (self.timeout if timeout is None else timeout).total_seconds()
         if self._world and total_s > 0:
             total_s = min(total_s, _left_s() + _GRACE_S)
-        watch, limit = _Watch(self, keys), timedelta(seconds=total_s)
         is_watched = self._is_watched and total_s > 0
         try:
-            if not is_watched:  # the launcher's store ends the wait if ranks have ended; in others nobody knows of ends
-                super().wait(list(keys), limit)
-            elif self._job_store is not None:
-                with self._job_store.looking(watch.look):
-                    super().wait(list(keys), limit)
-            else:
-                self._poll(keys, total_s, watch)
+            if is_watched:
+                self._poll(keys, total_s)
+            else:  # the launcher's store ends the wait if ranks have ended; in others nobody knows of ends
+                super().wait(list(keys), timedelta(seconds=total_s))
         except InitializationError:
             raise
         except RuntimeError as error:
@@ -155,16 +151,33 @@ class RendezvousStore(PrefixStore):
                 raise
             raise found from None
 
-    def _poll(self, keys: Sequence[str], total_s: float, watch: _Watch) -> None:
-        """Ask again and again: at the end of a wait that is too short torch's TCPStore writes two lines of warnings."""
-        longest_s = max(_LONGEST_PAUSE_S, _LONGEST_PAUSE_S_PER_RANK * len(self._ranks))
+    def _poll(self, keys: Sequence[str], total_s: float) -> None:
+        """Ask for keys again and again; meanwhile look for ranks that have gone, and say for whom this one waits.
+
+        At the end of a wait that is too short torch's TCPStore would write two lines of warnings.
+        """
+        size, clock = len(self._ranks), AwakeClock()
+        shortest_s = max(_SHORTEST_PAUSE_S, _SHORTEST_PAUSE_S_PER_RANK * size)
+        longest_s = max(_LONGEST_PAUSE_S, _LONGEST_PAUSE_S_PER_RANK * size)
+        every_s = max(_LOOK_S_IN_WORLD if self._world else _LOOK_S, _LOOK_S_PER_RANK * size)
+        look_at_s, nth = every_s, 0
+        say_at_s = (not is_kept() and warn_after_s()) or math.inf  # under phalanx run the launcher says it
         while not self.check(list(keys)):
-            watch.look()
-            waited_s = watch.clock.now()
+            waited_s = clock.now()
+            if waited_s >= say_at_s:
+                say_at_s, nth = AGAIN * say_at_s, nth + 1
+                self.say_who_is_missing(keys, waited_s, nth)
+            if waited_s >= look_at_s:
+                try:
+                    self.look()
+                except InitializationError:
+                    if not self.check(list(keys)):
+                        raise
+                look_at_s = clock.now() + every_s
             if waited_s >= total_s:
                 named = ", ".join(keys[:8]) + (", …" if len(keys) > 8 else "")
                 raise WaitTimeout(f"wait timeout after {total_s:g} s, keys: {named}")
-            time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s, total_s - waited_s))
+            time.sleep(min(max(shortest_s, waited_s / 8), longest_s, total_s - waited_s))
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -288,36 +301,6 @@ class RendezvousStore(PrefixStore):
     @property
     def _group(self) -> str:
         return format_named("rank", self._ranks)
-
-
-class _Watch:
-    """A wait for keys, as its rank spends it: look for ranks that have gone, and say for whom it waits."""
-
-    def __init__(self, store: RendezvousStore, keys: Sequence[str]) -> None:
-        self._store, self._keys = store, keys
-        self.clock = AwakeClock()
-        self._every_s = max(_LOOK_S_IN_WORLD if store._world else _LOOK_S, _LOOK_S_PER_RANK * len(store._ranks))
-        self._next_s = self._every_s
-        # Under phalanx run the launcher says it.
-        self._says_at_s, self._said = (not is_kept() and warn_after_s()) or math.inf, 0
-
-    def look(self) -> None:
-        """Look, if it is time; raise why the keys will not come."""
-        waited_s = self.clock.now()
-        if waited_s >= self._says_at_s:
-            self._says_at_s, self._said = AGAIN * self._says_at_s, self._said + 1
-            self._store.say_who_is_missing(self._keys, waited_s, self._said)
-        if waited_s >= self._next_s:
-            self.refuse_gone()
-            self._next_s = self.clock.now() + self._every_s
-
-    def refuse_gone(self) -> None:
-        """Raise the error for a rank that has gone, unless the keys are there."""
-        try:
-            self._store.look()
-        except InitializationError:
-            if not self._store.check(list(self._keys)):
-                raise
 
 
 def _rank_of(key: str) -> int:
