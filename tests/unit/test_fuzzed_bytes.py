@@ -511,7 +511,7 @@ def answers_to(table: Table, requests: Sequence[tuple[int, int, list[bytes]]]) -
     seats = Seats(Claim(0, 1, 0, "", "h0", 2))
     joined = Table()
     joined.set(ALL, b"")
-    store = SimpleNamespace(table=table, joined=joined, seats=seats, wills={})
+    store = SimpleNamespace(table=table, joined=joined, seats=seats)
     for code, number, fields in requests:
         said.append([])
         connection = SimpleNamespace(send=said[-1].append)

@@ -18,7 +18,7 @@ from tests.support.stores import Job, Served
 from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from phalanx.membership.client import JobStore
+from phalanx.membership.client import JobStore, ended_ranks
 from phalanx.membership.launcher_store import size_of_meeting
 from phalanx.membership.store_protocol import Code, pack
 from phalanx.membership.table import Table
@@ -225,19 +225,15 @@ def test_when_rank_0_gives_up_everybody_is_told_why() -> None:
             store.set("a", "b")
 
 
-def test_last_will_of_a_rank_is_set_when_its_connections_end() -> None:
-    """But not if it has taken it back, or another rank was first."""
-    with Job(4) as job:
+def test_store_knows_the_ranks_whose_connections_have_ended() -> None:
+    with Job(3) as job:
         stores = job.everybody()
-        for rank, store in enumerate(stores):
-            store.will_set("p/failed", f"rank {rank}")
-        stores[3].will_set("p/failed", "")
-        job.ranks.pop(3).end()
+        assert stores[0].wait_for_all(20)
+        assert ended_ranks(stores[0]) == []
         job.ranks.pop(2).end()
-        assert stores[0].get("p/failed") == b"rank 2"
         job.ranks.pop(1).end()
-        assert soon(lambda: len(job.server.loop.connections) == 1)
-        assert stores[0].get("p/failed") == b"rank 2"
+        assert soon(lambda: len(ended_ranks(stores[0])) == 2)
+        assert {(each.rank, each.host) for each in ended_ranks(PrefixStore("p", stores[0]))} == {(1, "h1"), (2, "h2")}
 
 
 @pytest.mark.parametrize(

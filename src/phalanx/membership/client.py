@@ -287,10 +287,6 @@ class JobStore(Store):
         """Name the ranks that have not joined, for people."""
         return _text(self._ask(Code.MISSING)[1])
 
-    def will_set(self, key: str, value: str) -> None:
-        """Have the store set a key that has no value when this rank's connections end; an empty value takes it back."""
-        self._ask(Code.WILL, 0, [key.encode(), value.encode()])
-
     def end(self) -> None:
         """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
         self.connections.end()
@@ -329,8 +325,9 @@ def kept_store(place: Place, timeout_s: float) -> Store:
 
 
 def ended_ranks(store: Store) -> list[EndedRank]:
-    """Return the ranks that have ended, in that order, if this is the store of ``phalanx run``."""
-    return [EndedRank(*each) for each in json.loads(store.get(ENDED))] if store.check([ENDED]) else []
+    """Return the ranks that have ended, in that order, if this store knows: that of ``phalanx run``, or rank 0's."""
+    whole = underlying(store)
+    return [EndedRank(*each) for each in json.loads(whole.get(ENDED))] if whole.check([ENDED]) else []
 
 
 def underlying(store: Store) -> Store:

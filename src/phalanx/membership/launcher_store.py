@@ -73,7 +73,7 @@ def size_of_meeting(key: str) -> int:
 
 
 class EndedRank(NamedTuple):
-    """A rank that the launcher knows to have ended.
+    """A rank that is known to have ended.
 
     ``host`` is empty if the job has one; ``how`` is as ``by signal 9 (SIGKILL)``, and empty if the rank ended in order.
     """

@@ -34,7 +34,7 @@ from torch.distributed import DistError
 
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
-from phalanx.membership.client import JobStore, peek, underlying
+from phalanx.membership.client import peek
 from phalanx.membership.store_protocol import RankProcess, own_process
 from phalanx.system.processes import state_text
 from phalanx.words import format_named
@@ -77,18 +77,13 @@ class Registration:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        whole = underlying(store)
-        self._job_store = whole if isinstance(whole, JobStore) else None
-        # Rank 0's store is of this world alone.
-        self._store = PrefixStore(_PART, store if self._job_store is None else whole)
+        self._store = PrefixStore(_PART, store)
         self._rank, self._size = rank, size
         self._own = _Entry(**asdict(own_process(rank)), size=size, nonce=secrets.token_hex(8))
         self._text = json.dumps(asdict(self._own))
         self._earlier = b""  # what had failed before this process came
         self._may_conflict = True  # until all have come
         self._known: dict[int, RankProcess] = {}  # those that this process can see
-        if self._job_store is not None:
-            self._know(self._job_store.rank_0)
         near = {0, *((rank + step) % size for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1))}
         self._near = sorted(near - {rank})
 
@@ -97,9 +92,6 @@ class Registration:
         try:
             self._earlier = peek(self._store, "failed") or b""
             self._come()
-            if self._job_store is not None:
-                ended = self._gone("has ended, or given up,")
-                self._job_store.will_set(f"{_PART}/failed", self._encoded(ended))
         except BaseException as error:
             self._end(error)
             if isinstance(error, DistError):
@@ -119,8 +111,6 @@ class Registration:
                 self._publish(cause)
             if not self._is_stopped(0):
                 self._leave(error is not None)
-            if error is None and self._job_store is not None:
-                self._job_store.will_set(f"{_PART}/failed", "")
         if error is not None and self._rank == 0:
             time.sleep(_LINGER_S)
 

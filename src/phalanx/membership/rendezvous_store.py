@@ -22,7 +22,7 @@ from torch.distributed import DistError
 from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
-from phalanx.membership.client import JobStore, WaitTimeout, ended_ranks, underlying
+from phalanx.membership.client import WaitTimeout, ended_ranks
 from phalanx.membership.liveness import Gone, gone_ranks
 from phalanx.membership.protocol import Way
 from phalanx.membership.registration import cause_for_others, registered
@@ -93,7 +93,6 @@ class RendezvousStore(PrefixStore):
     def __init__(self, name: str, store: Store, ranks: Sequence[int], world: bool, rank: int) -> None:
         super().__init__(name, store)
         self._ranks, self._rank, self._world = ranks, rank, world
-        self._job_store = whole if isinstance(whole := underlying(store), JobStore) else None
         # The keys that this process has written and not deleted, by their names in the whole meeting, which all its
         # parts note in the same place. Written by the thread that meets, and by others once the group is watched.
         self._whole, self._path, self._written = PrefixStore(name, store), "", dict[str, None]()
@@ -193,8 +192,6 @@ class RendezvousStore(PrefixStore):
 
     def explained(self, error: BaseException) -> InitializationError:
         """Return what a rank raises that cannot ask the store any more: most often the rank has gone that had it."""
-        if self._world and self._job_store is not None:
-            return self.find_stopped() or InitializationError(str(error))  # the store's own words
         registration = registered() if self._world else None
         until = time.monotonic() + _ENDING_S
         while time.monotonic() < until and (registration is None or registration.sees_rank_0):
@@ -209,10 +206,11 @@ class RendezvousStore(PrefixStore):
         if not self._world:
             return self._of_gone_ranks()
         registration = registered()
-        return self._known_to_launcher() if registration is None else registration.look()
+        found = None if registration is None else registration.look()
+        return found or self._known_to_store()
 
-    def _known_to_launcher(self) -> InitializationError | None:
-        ended = [each for each in ended_ranks(underlying(self)) if each.rank in self._ranks]
+    def _known_to_store(self) -> InitializationError | None:
+        ended = [each for each in ended_ranks(self) if each.rank in self._ranks]
         if not ended:
             return None
         first = ended[0]

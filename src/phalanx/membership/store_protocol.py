@@ -170,11 +170,10 @@ class Code:
     """Codes of requests, then of answers.
 
     The fields of a request are keys, or keys and values in turn. The number of ADD is the summand. EVERYBODY waits
-    until all ranks have joined, MISSING describes those that have not, and WILL is what the store sets, if the key has
-    no value, when the connections of this rank end; an empty value takes it back.
+    until all ranks have joined, and MISSING describes those that have not.
     """
 
-    SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY, MISSING, WILL = range(1, 14)
+    SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY, MISSING = range(1, 13)
     # DONE carries the result, as a number or as fields. The field of FAILED is the reason.
     DONE, FAILED = 0, 1
 

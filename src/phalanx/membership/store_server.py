@@ -9,6 +9,7 @@ The thread alone uses the table, the seats and the door. Other threads give it t
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import threading
@@ -16,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from phalanx.membership.launcher_store import ENDED, EndedRank
 from phalanx.membership.loop import Connection, Loop
 from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
 from phalanx.membership.table import Table, Wait
@@ -174,8 +176,6 @@ class _Conversation:
                 said = list(table.entries)
             case Code.MISSING, _:
                 said = [self._store.seats.describe_missing().encode()]
-            case Code.WILL, [key, value]:
-                self._store.wills[self.claim.rank] = key, value
             case _:
                 raise ValueError(f"there is no request with the code {code} and {len(fields)} fields")
         self.reply(Code.DONE, result, said)
@@ -210,7 +210,7 @@ class StoreServer:
         self.seats, self.key = seats, key
         self.table, self.loop = Table(), Loop("phalanx-store")
         self.joined = Table()  # has ALL when every rank has joined
-        self.wills: dict[int, tuple[bytes, bytes]] = {}
+        self._ended: list[EndedRank] = []
         self.where: Address = listener.getsockname()[:2]
         self._say, self._complaints = say, 0
         self._retired, self._over = False, ""
@@ -278,8 +278,9 @@ class StoreServer:
         if not self.seats.complete and claim.rank:
             self.seats.leave(claim.rank)
             self._say(f"rank {claim.rank} ({claim.name}) has left again before all ranks had come")
-        elif (will := self.wills.pop(claim.rank, None)) and will[1]:
-            self.table.compare_set(will[0], b"", will[1])
+        elif claim.rank:
+            self._ended.append(EndedRank(claim.rank, claim.pid, claim.host, "or given up"))
+            self.table.set(ENDED.encode(), json.dumps(self._ended).encode())
 
     def _admit(self, arrival: Arrival) -> None:
         """Judge the claim of a process that has proven the key, and let it use the store if it is welcome."""
