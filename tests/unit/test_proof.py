@@ -170,12 +170,12 @@ def test_client_retries_if_closed_during_handshake() -> None:
     with Job(2) as job, socket.create_server(("127.0.0.1", 0)) as front:
         store = job.join(1)
         line = store.connections._idle.pop()
-        store.connections._where = front.getsockname()
+        store.connections.where = front.getsockname()
 
         def turn_away_twice() -> None:
             for _ in range(2):
                 front.accept()[0].close()
-            store.connections._where = job.where
+            store.connections.where = job.where
 
         thread = threading.Thread(target=turn_away_twice)
         thread.start()

@@ -75,8 +75,8 @@ class Connections:
     def __init__(
         self, first: Line, verdict: Verdict, where: tuple[str, int], key: Key, claim: Claim, source: str = ""
     ) -> None:
-        self.rank_0 = verdict.rank_0
-        self._where, self._key, self._claim, self._source = where, key, claim, source
+        self.rank_0, self.where = verdict.rank_0, where
+        self._key, self._claim, self._source = key, claim, source
         self._idle = [first]
         self._lock = threading.Lock()  # guards the list above and the flag below
         self._ended = False
@@ -145,7 +145,7 @@ class Connections:
         until = time.monotonic() + _ANSWER_S
         while True:
             try:
-                line, verdict = connect(self._where, self._key, claim, patience_s, self._source)
+                line, verdict = connect(self.where, self._key, claim, patience_s, self._source)
                 break
             except (OSError, NoProof, WrongKey) as error:
                 final = not isinstance(error, OSError) or isinstance(error, ConnectionRefusedError)
@@ -163,7 +163,7 @@ class Connections:
             group = format_named("rank", range(self._claim.world_size))
             raise InitializationError.rank_stopped(0, rank_0.pid, rank_0.host, state_text(state), group) from error
         raise DistStoreError(
-            f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} "
+            f"rank {self._claim.rank} lost the store of rank 0 at {self.where[0]} port {self.where[1]} "
             f"({str(error) or type(error).__name__}): rank 0 has ended or is stopped, or the network to it is cut; see "
             f"what rank 0 printed"
         ) from error
@@ -222,7 +222,7 @@ class JobStore(Store):
         super().__init__()
         self.set_timeout(timeout)
         self._server = server
-        self.connections, self.rank_0 = connections, connections.rank_0
+        self.connections = connections
         if server is not None:
             weakref.finalize(self, server.retire).atexit = False
 

@@ -44,7 +44,6 @@ from phalanx.system.interfaces import (
 )
 from phalanx.system.threads import AwakeClock
 from phalanx.topology.place import Place
-from phalanx.wire.dial import Line
 from phalanx.wire.key import Key, job_key
 from phalanx.wire.proof import Address, NoProof, WrongKey
 from phalanx.wire.sockets import listen
@@ -83,16 +82,11 @@ class _Process:
         """The time that is left for it, in seconds."""
         return self.timeout_s - self.clock.now()
 
-    def knock(self, where: Address, patience_s: float) -> tuple[Line, Verdict]:
+    def knock(self, where: Address, patience_s: float) -> tuple[Connections, Verdict]:
         """Ask what listens there to let this process in (``client.py``)."""
         source = source_address(where[0]) if self.place.rank else ""
-        return connect(where, self.key, self.claim, patience_s, source)
-
-    def store(self, line: Line, verdict: Verdict, where: Address, server: StoreServer | None = None) -> JobStore:
-        """Return the store that has let this process in."""
-        source = source_address(where[0]) if self.place.rank else ""
-        connections = Connections(line, verdict, where, self.key, self.claim, source)
-        return JobStore(connections, timedelta(seconds=self.timeout_s), server)
+        line, verdict = connect(where, self.key, self.claim, patience_s, source)
+        return Connections(line, verdict, where, self.key, self.claim, source), verdict
 
 
 def meet(
@@ -135,7 +129,7 @@ def meet(
         return _serve(own, listener, announced)
     if point is None:
         point = _announced(broadcast)
-    return _join(own, *_find(own, point))
+    return _join(own, _find(own, point))
 
 
 def leave(store: Store) -> None:
@@ -172,7 +166,8 @@ def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address])
     server = StoreServer(listener, own.key, seats, announced=announced)
     began_s = own.clock.now()
     try:
-        store = own.store(*own.knock(where, ANSWER_S * 10), where, server)
+        connections, _ = own.knock(where, ANSWER_S * 10)
+        store = JobStore(connections, timedelta(seconds=own.timeout_s), server)
         while not store.wait_for_all(max(0.001, min(own.left_s, REMIND_S))):
             missing = store.describe_missing()
             if own.left_s <= 0:
@@ -238,12 +233,12 @@ def _is_ending(own: _Process, point: MeetingPoint, where: Address) -> bool:
         InitializationError: it is rank 0 of this job, and refuses this process.
     """
     try:
-        line, verdict = own.knock(where, ANSWER_S if point.fixed else FIRST_ANSWER_S)
+        connections, verdict = own.knock(where, ANSWER_S if point.fixed else FIRST_ANSWER_S)
     except ConnectionError:
         return True
     except (OSError, NoProof, WrongKey):
         return False
-    line.close()
+    connections.end()
     if verdict.kind == "refused":
         raise InitializationError.rank_refused(0, verdict.reason)
     return False
@@ -288,10 +283,11 @@ def _announced(broadcast: Broadcast | None) -> MeetingPoint:
     return MeetingPoint(announced["address"], (announced["port"],), "", True, "which rank 0 announced by MPI")
 
 
-def _join(own: _Process, line: Line, verdict: Verdict, where: Address) -> JobStore:
+def _join(own: _Process, connections: Connections) -> JobStore:
     """Wait until every rank has joined the store that this one has found."""
-    before, at = f"rank {own.place.rank} had joined, but", f"rank 0 at {where[0]} port {where[1]}"
-    store = own.store(line, verdict, where)
+    address, port = connections.where
+    before, at = f"rank {own.place.rank} had joined, but", f"rank 0 at {address} port {port}"
+    store = JobStore(connections, timedelta(seconds=own.timeout_s))
     try:
         if not store.wait_for_all(max(0.001, own.left_s)):
             raise InitializationError.ranks_missing(store.describe_missing(), own.timeout_s, at=at, before=before)
@@ -303,7 +299,7 @@ def _join(own: _Process, line: Line, verdict: Verdict, where: Address) -> JobSto
     return store
 
 
-def _find(own: _Process, point: MeetingPoint) -> tuple[Line, Verdict, Address]:
+def _find(own: _Process, point: MeetingPoint) -> Connections:
     """Search for rank 0 until it has let this process in; raise InitializationError if it refuses, or is not found."""
     place, clock, remind_s = own.place, own.clock, REMIND_S
     while True:
@@ -319,7 +315,7 @@ def _find(own: _Process, point: MeetingPoint) -> tuple[Line, Verdict, Address]:
             for address in addresses:
                 try:
                     limit_s = min(patience_s, max(0.05, own.left_s))
-                    return *_try(own, point, (address, port), limit_s), (address, port)
+                    return _try(own, point, (address, port), limit_s)
                 except ConnectionRefusedError:
                     continue
                 except TimeoutError:
@@ -344,7 +340,7 @@ def _find(own: _Process, point: MeetingPoint) -> tuple[Line, Verdict, Address]:
         time.sleep(min(max(_SHORTEST_PAUSE_S, now / 8), _LONGEST_PAUSE_S))
 
 
-def _try(own: _Process, point: MeetingPoint, where: Address, limit_s: float) -> tuple[Line, Verdict]:
+def _try(own: _Process, point: MeetingPoint, where: Address, limit_s: float) -> Connections:
     """Try to join at one port.
 
     Raises:
@@ -353,7 +349,7 @@ def _try(own: _Process, point: MeetingPoint, where: Address, limit_s: float) -> 
     """
     rank, key, at = own.place.rank, own.key, f"{where[0]} port {where[1]}"
     try:
-        line, verdict = own.knock(where, limit_s)
+        connections, verdict = own.knock(where, limit_s)
     except NoProof:
         if point.fixed:
             raise InitializationError(
@@ -369,8 +365,8 @@ def _try(own: _Process, point: MeetingPoint, where: Address, limit_s: float) -> 
             ) from None
         raise _NotHere(f"what listens on port {where[1]} proves another key ({key.source or 'none here'})") from None
     if verdict.kind == "welcome":
-        return line, verdict
-    line.close()
+        return connections
+    connections.end()
     if verdict.kind == "refused":
         raise InitializationError.rank_refused(rank, verdict.reason)
     raise _NotHere(verdict.reason or f"another job's rank 0 listens on port {where[1]}")
