@@ -63,7 +63,6 @@ from phalanx.transports.shm import tuning
 from phalanx.wire.framing import PREFIX_BYTES, Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Challenge, NoProof, PassedOn, Response, WrongKey
-from phalanx.wire.session import Session
 
 SCALE = int(os.environ.get("PHALANX_STRESS_SCALE", "1"))
 INPUTS = 5_000 * SCALE
@@ -113,10 +112,6 @@ NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)  # all of which Co
 
 def as_bytes(**values: Any) -> bytes:
     return json.dumps(values).encode()
-
-
-def session(*, is_listener: bool) -> Session:
-    return Session(b"k" * 32, is_listener=is_listener)
 
 
 def parsers(folder: Path) -> list[Parser]:
@@ -193,7 +188,7 @@ def of_ranks() -> Iterator[Parser]:
 
     fact = Lost(by=1, rank=2, way="ended", text="by signal 9 (SIGKILL)")
     messages: list[Told] = [Broken(group="0", fact=fact), Left(group="0", ranks=[1]), Position(rank=1, group="0")]
-    yield Parser("a message of a registrar", [*map(encode, messages)], said, (Malformed,))
+    yield Parser("a message of a registrar", [encode(each)[PREFIX_BYTES:] for each in messages], said, (Malformed,))
 
     seen = [RankSnapshot(rank, Recording(42, rank, 3, 3, "", 4, (RECORD,)), "S", place="train.py:7") for rank in (1, 2)]
     earlier = msgspec.structs.replace(RECORD, entered_ns=10**15 - 99)
@@ -514,7 +509,6 @@ def answers_to(table: Table, requests: Sequence[tuple[int, int, list[bytes]]]) -
     store = SimpleNamespace(table=table, joined=joined, seats=seats)
     for code, number, fields in requests:
         said.append([])
-        connection = SimpleNamespace(send=said[-1].append)
-        conversation = _Conversation(cast(Any, store), cast(Any, connection), seats.own, session(is_listener=True))
-        conversation.hear(session(is_listener=False).seal(pack_request(code, number, fields)))
+        conversation = _Conversation(cast(Any, store), seats.own, said[-1].append)
+        conversation.take(pack_request(code, number, fields)[PREFIX_BYTES:])
     return said

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.snapshot import RankSnapshot, snapshots_from
 from phalanx.errors import InitializationError
-from phalanx.membership.loop import Channel, Loop
+from phalanx.membership.loop import Channel, Loop, was_silent
 from phalanx.membership.protocol import (
     KEEP_ALIVE,
     ROLE,
@@ -37,6 +37,8 @@ from phalanx.membership.protocol import (
     Message,
     OfGroup,
     Way,
+    decode,
+    encode,
 )
 from phalanx.membership.registrar import WELCOME, Registrar, await_end
 from phalanx.system.exit_order import Stage, at_exit
@@ -272,12 +274,12 @@ class Membership:
         if self._registrar is not None:
             self._registrar.take(0, message)
         elif self._channel is not None:
-            self._channel.say(message)
+            self._channel.say(encode(message))
 
     def _take_later(self, message: Message) -> None:
-        self._loop.call(lambda: self._take(0, message))
+        self._loop.call(lambda: self._take(message))
 
-    def _take(self, peer: int, message: Message) -> None:
+    def _take(self, message: Message) -> None:
         if isinstance(message, Departed):
             self._note_departed(message)
             if message.rank == 0 and message.way == Way.LEFT:
@@ -319,13 +321,14 @@ class Membership:
         if verdict != WELCOME:
             line.close()
             raise ConnectionRefusedError("another process listens there")
-        self._channel = Channel(self._loop, line.sock, line.session, b"", 0, self._take, self._lose)
+        self._channel = Channel(self._loop, line.sock, line.session, lambda data: self._take(decode(data)))
+        self._channel.ended = self._lose
 
-    def _lose(self, peer: int, channel: Channel, is_silent: bool) -> None:
+    def _lose(self, why: Exception | None) -> None:
         self._channel = None
         if not self.connected:
             return  # rank 0 has said that it leaves
-        if is_silent:
+        if was_silent(why):
             beside = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0]]
             self._lose_registrar(*(Departed(rank, Way.SILENT) for rank in beside))
         else:

@@ -16,12 +16,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from phalanx.membership.protocol import Message, decode, encode
 from phalanx.system.threads import start
-from phalanx.wire.framing import Malformed, frame
+from phalanx.wire.framing import Malformed
 from phalanx.wire.session import Session
 
-__all__ = ["Channel", "Connection", "Loop"]
+__all__ = ["Channel", "Connection", "Loop", "was_silent"]
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _BLOCK = 1 << 16
@@ -246,35 +245,25 @@ class Channel(Connection):
     Args:
         loop, sock: see :class:`Connection`.
         session: the digests of the messages.
-        rest: bytes that came with the handshake.
-        peer: the rank at its other end.
-        take: called with that and each message.
-        ended: called with that and this, when the other side has ended it, and with whether its host was silent.
+        take: called with each message.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        sock: socket.socket,
-        session: Session,
-        rest: bytes | bytearray,
-        peer: int,
-        take: Callable[[int, Message], object],
-        ended: Callable[[int, Channel, bool], object],
-    ) -> None:
+    def __init__(self, loop: Loop, sock: socket.socket, session: Session, take: Callable[[bytes], object]) -> None:
         super().__init__(loop, sock)
         data = bytearray()
 
         def hear(more: bytes) -> None:
             data.extend(more)
             for message in session.take_messages(data):
-                take(peer, decode(message))
+                take(message)
 
         self._session, self.hear = session, hear
-        self.ended = lambda why: ended(peer, self, isinstance(why, OSError) and why.errno in _SILENT)
-        if rest:
-            loop.call(lambda: self.take(rest))
 
-    def say(self, message: Message) -> None:
-        """Send a message."""
-        self.send(self._session.seal(frame(encode(message))))
+    def say(self, message: bytes) -> None:
+        """Send a message, which is in its frame."""
+        self.send(self._session.seal(message))
+
+
+def was_silent(why: Exception | None) -> bool:
+    """Return whether a connection has ended because its other host acknowledges nothing."""
+    return isinstance(why, OSError) and why.errno in _SILENT

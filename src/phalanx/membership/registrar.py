@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from phalanx.diagnosis.ends import ended_elsewhere
-from phalanx.membership.loop import Channel, Loop
+from phalanx.membership.loop import Channel, Loop, was_silent
 from phalanx.membership.protocol import (
     KEEP_ALIVE,
     ROLE,
@@ -39,6 +39,8 @@ from phalanx.membership.protocol import (
     Position,
     Positions,
     Way,
+    decode,
+    encode,
     needs_positions,
 )
 from phalanx.system.interfaces import outward_address
@@ -148,14 +150,17 @@ class Registrar:
             arrival.sock.close()
             return
         arrival.answer(WELCOME)
-        session = arrival.proven.session()
-        channel = Channel(self._loop, arrival.sock, session, arrival.rest, hello.rank, self.take, self._lose)
-        member.pid, member.channel, member.send = hello.pid, channel, channel.say
+        session, rank = arrival.proven.session(), hello.rank
+        channel = Channel(self._loop, arrival.sock, session, lambda data: self.take(rank, decode(data)))
+        channel.ended = lambda why: self._lose(rank, why)
+        member.pid, member.channel = hello.pid, channel
+        member.send = lambda message: channel.say(encode(message))
+        channel.take(arrival.rest)
 
-    def _lose(self, rank: int, channel: Channel, is_silent: bool) -> None:
+    def _lose(self, rank: int, why: Exception | None) -> None:
         member = self._members[rank]
         member.channel = member.send = None
-        if is_silent:
+        if was_silent(why):
             self._depart(Departed(rank, Way.SILENT))
         else:
             await_end(self._loop, rank, member.name, member.pid, self._depart)

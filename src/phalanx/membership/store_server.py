@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from phalanx.membership.launcher_store import ENDED, EndedRank
-from phalanx.membership.loop import Connection, Loop
+from phalanx.membership.loop import Channel, Loop
 from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
 from phalanx.membership.table import Table, Wait
 from phalanx.system.exit_order import Stage, at_exit
@@ -27,7 +27,6 @@ from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Address, NoProof, PassedOn, WrongKey
-from phalanx.wire.session import Session
 from phalanx.words import format_named, format_spans, tell
 
 __all__ = ["Seats", "StoreServer"]
@@ -117,22 +116,19 @@ class Seats:
 class _Conversation:
     """The requests of one connection, and the answers."""
 
-    def __init__(self, store: StoreServer, connection: Connection, claim: Claim, session: Session) -> None:
-        self.claim, self.connection = claim, connection
-        self._store, self._session = store, session
-        self._data = bytearray()
+    def __init__(self, store: StoreServer, claim: Claim, say: Callable[[bytes], object]) -> None:
+        self.claim = claim
+        self._store, self._say = store, say
         self._wait: Wait | None = None  # that of the request which is not answered yet
 
-    def hear(self, data: bytes) -> None:
-        """Carry out the requests that are whole; raise Malformed if there are others."""
-        self._data += data
-        for message in self._session.take_messages(self._data):
-            if self._wait is not None:
-                raise Malformed("a request came before the last one was answered")
-            try:
-                self._carry_out(*unpack(message))
-            except ValueError as error:
-                self.reply(Code.FAILED, 0, [str(error).encode()])
+    def take(self, message: bytes) -> None:
+        """Carry out a request; raise Malformed if it is none."""
+        if self._wait is not None:
+            raise Malformed("a request came before the last one was answered")
+        try:
+            self._carry_out(*unpack(message))
+        except ValueError as error:
+            self.reply(Code.FAILED, 0, [str(error).encode()])
 
     def end(self) -> None:
         """Forget what this connection waits for: it has gone."""
@@ -147,7 +143,7 @@ class _Conversation:
             message = pack(code, number, fields)
         except ValueError as error:
             message = pack(Code.FAILED, 0, [str(error).encode()])
-        self.connection.send(self._session.seal(message))
+        self._say(message)
 
     def _carry_out(self, code: int, number: int, fields: list[bytes]) -> None:
         table, result, said = self._store.table, 0, list[bytes]()
@@ -297,19 +293,19 @@ class StoreServer:
             if verdict.kind == "refused":
                 self._say(f"refused a process: {verdict.reason}")
             return
-        connection = Connection(self.loop, arrival.sock)
-        conversation = _Conversation(self, connection, claim, arrival.proven.session())
+        channel = Channel(self.loop, arrival.sock, arrival.proven.session(), lambda request: conversation.take(request))
+        conversation = _Conversation(self, claim, channel.say)
 
         def ended(why: Exception | None) -> None:
             if isinstance(why, Malformed):
                 self._complain(arrival.peer, f"sent bytes that are not a request ({why})")
             conversation.end()
 
-        connection.hear, connection.ended = conversation.hear, ended
+        channel.ended = ended
         self._conversations.add(conversation)
         if self.seats.complete:
             self.joined.set(ALL, b"")
-        connection.take(arrival.rest)
+        channel.take(arrival.rest)
 
     def _on_refused(self, peer: str, why: Exception) -> None:
         match why:
