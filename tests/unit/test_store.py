@@ -19,7 +19,6 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from phalanx.membership.client import JobStore, ended_ranks
-from phalanx.membership.launcher_store import size_of_meeting
 from phalanx.membership.store_protocol import Code, pack
 from phalanx.membership.table import Table
 
@@ -234,21 +233,6 @@ def test_store_knows_the_ranks_whose_connections_have_ended() -> None:
         job.ranks.pop(1).end()
         assert soon(lambda: len(ended_ranks(stores[0])) == 2)
         assert {(each.rank, each.host) for each in ended_ranks(PrefixStore("p", stores[0]))} == {(1, "h1"), (2, "h2")}
-
-
-@pytest.mark.parametrize(
-    ("key", "size"),
-    [
-        ("default_pg/0//phalanx/a/of 3/shm/q/answer/2", 3),
-        ("phalanx/0/world/1/phalanx/topology/of 4/report/1", 4),
-        ("phalanx/0/world/1/default_pg/0//phalanx/a/0,2/shm/q/answer/1", 0),
-        ("default_pg/0//phalanx/a/of 3/phalanx/b/0,2/shm/offer", 0),
-        ("of the script/1", 0),
-    ],
-)
-def test_keys_of_a_meeting_are_known(key: str, size: int) -> None:
-    """In the launcher's store nobody waits for them once a rank of the world has ended."""
-    assert size_of_meeting(key) == size
 
 
 def test_rank_0_answers_until_the_others_have_left() -> None:

@@ -45,10 +45,10 @@ _PAUSE_S = 0.02
 _SHORTEST_WAIT_S = 0.1
 # How much longer than all steps together may take a rank waits in the last one: those that time out first say why.
 _GRACE_S = 5.0
-# The pause between two questions for a key is an eighth of the time that the wait has taken, within these limits: it
+# The pause between two questions for a key is a quarter of the time that the wait has taken, within these limits: it
 # delays the meeting by little, and many ranks that wait do not flood the store.
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.05
-_SHORTEST_PAUSE_S_PER_RANK, _LONGEST_PAUSE_S_PER_RANK = 0.00005, 0.0005
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_SHORTEST_PAUSE_S_PER_RANK, _LONGEST_PAUSE_S_PER_RANK = 0.00005, 0.0015
 
 OFFER = "offer"  # the key in which rank 0 of a group offers the shared memory
 
@@ -139,7 +139,7 @@ class RendezvousStore(PrefixStore):
         try:
             if is_watched:
                 self._poll(keys, total_s)
-            else:  # the launcher's store ends the wait if ranks have ended; in others nobody knows of ends
+            else:
                 super().wait(list(keys), timedelta(seconds=total_s))
         except InitializationError:
             raise
@@ -176,7 +176,7 @@ class RendezvousStore(PrefixStore):
             if waited_s >= total_s:
                 named = ", ".join(keys[:8]) + (", …" if len(keys) > 8 else "")
                 raise WaitTimeout(f"wait timeout after {total_s:g} s, keys: {named}")
-            time.sleep(min(max(shortest_s, waited_s / 8), longest_s, total_s - waited_s))
+            time.sleep(min(max(shortest_s, waited_s / 4), longest_s, total_s - waited_s))
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -194,8 +194,8 @@ class RendezvousStore(PrefixStore):
         """Return what a rank raises that cannot ask the store any more: most often the rank has gone that had it."""
         registration = registered() if self._world else None
         until = time.monotonic() + _ENDING_S
-        while time.monotonic() < until and (registration is None or registration.sees_rank_0):
-            found = self._of_gone_ranks() if registration is None else registration.find_rank_0_ended()
+        while time.monotonic() < until and (not self._world or (registration and registration.sees_rank_0)):
+            found = registration.find_rank_0_ended() if registration else self._of_gone_ranks()
             if found is not None:
                 return found
             time.sleep(_PAUSE_S)
@@ -294,7 +294,7 @@ class RendezvousStore(PrefixStore):
     @property
     def _is_watched(self) -> bool:
         """Return whether anybody could know that a rank of the group has gone."""
-        return registered() is not None if self._world else gone_ranks(()) is not None
+        return registered() is not None or is_kept() if self._world else gone_ranks(()) is not None
 
     @property
     def _group(self) -> str:

@@ -112,9 +112,9 @@ class Table:
         wait.park(keys if anew else [key for key in keys if not self.has(key)])
         return wait
 
-    def fail(self, why: str, is_vain: Callable[[bytes], bool] = lambda key: True) -> None:
-        """Finish the waits for such keys, which will not come for this reason."""
-        for key in [key for key in self._waits if is_vain(key)]:
+    def fail(self, why: str) -> None:
+        """Finish all waits: their keys will not come, for this reason."""
+        for key in list(self._waits):
             for wait in list(self._waits.get(key, ())):
                 finish = wait.finish
                 wait.forget()
