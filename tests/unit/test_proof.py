@@ -121,7 +121,7 @@ def test_rank_that_leaves_before_all_have_come_may_come_again() -> None:
         job.ranks.pop(1).end()
         assert job.heard("rank 1 (pid 1001 on h1) has left again before all ranks had come")
         job.everybody()
-        assert job.ranks[0].wait_for_all(20)
+        assert job.all_have_joined()
         job.ranks.pop(2).end()
         assert job.knock(claim(2, 3, pid=5)).kind == "refused"
 

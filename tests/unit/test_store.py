@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -175,7 +175,7 @@ def test_wait_that_takes_too_long_names_what_is_missing(rank: int) -> None:
 def test_key_that_is_deleted_during_a_wait_is_waited_for_again() -> None:
     table, answers = Table(), list[str]()
     table.set(b"a", b"1")
-    assert table.wait([b"a", b"b"], answers.append).missing == {b"b"}
+    assert table.wait([b"a", b"b"], lambda: answers.append("")).missing == {b"b"}
     table.delete(b"a")
     table.set(b"b", b"2")
     assert answers == []
@@ -198,28 +198,16 @@ def test_large_value_goes_through_and_does_not_hold_up_others() -> None:
 # -- its end -------------------------------------------------------------------------------------------
 
 
-def test_when_rank_0_gives_up_everybody_is_told_why() -> None:
+def test_when_rank_0_gives_up_the_ranks_that_wait_are_told_why() -> None:
     with Job(3) as job:
         store = job.join(1)
-        errors: list[BaseException] = []
-
-        def wait(what: Callable[[], object]) -> None:
-            try:
-                what()
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [
-            threading.Thread(target=wait, args=(what,))
-            for what in (lambda: store.wait_for_all(20), lambda: job.ranks[0].get("never"))
-        ]
-        for thread in threads:
-            thread.start()
-        assert soon(lambda: bool(job.server.joined._waits) and bool(job.server.table._waits))
-        job.server.stop("rank 2 had not come")
-        for thread in threads:
-            thread.join(20)
-        assert [str(error) for error in errors] == ["rank 2 had not come"] * 2
+        assert store.describe_missing() == "rank 2 of 3"
+        giving_up = threading.Thread(target=job.ranks[0].give_up, args=("rank 2 had not come",))
+        giving_up.start()
+        assert soon(lambda: bool(job.server.given_up))
+        with pytest.raises(dist.DistStoreError, match=r"^rank 2 had not come$"):
+            store.describe_missing()
+        giving_up.join(20)
         with pytest.raises(dist.DistStoreError, match=r"lost the store of rank 0 at 127.0.0.1 port \d+ .*has ended"):
             store.set("a", "b")
 
@@ -227,7 +215,7 @@ def test_when_rank_0_gives_up_everybody_is_told_why() -> None:
 def test_store_knows_the_ranks_whose_connections_have_ended() -> None:
     with Job(3) as job:
         stores = job.everybody()
-        assert stores[0].wait_for_all(20)
+        assert job.all_have_joined()
         assert ended_ranks(stores[0]) == []
         job.ranks.pop(2).end()
         job.ranks.pop(1).end()

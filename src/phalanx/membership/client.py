@@ -40,8 +40,9 @@ __all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "ended_ranks", "
 # How long rank 0 may take, at least, for an answer that it gives at once; and to let another connection in.
 _ANSWER_S = 30.0
 _PAUSE_S = 0.05
+_GIVING_UP_S = 3.0  # how long rank 0 that gives up may wait for the others to ask why
 _LONGEST_WAIT_S = 1e8  # a longer timeout is none
-_WAITING = (Code.READ, Code.WAIT, Code.EVERYBODY)
+_WAITING = (Code.READ, Code.WAIT)
 _Answer = tuple[int, Sequence[bytes]]
 
 
@@ -275,16 +276,12 @@ class JobStore(Store):
     getNumKeys = num_keys  # noqa: N815
     deleteKey = delete_key  # noqa: N815
 
-    def wait_for_all(self, timeout_s: float) -> bool:
-        """Wait until every rank has joined; return whether all have in time."""
-        try:
-            self.connections.call(Code.EVERYBODY, 0, [], timeout_s)
-        except WaitTimeout:
-            return False
-        return True
-
     def describe_missing(self) -> str:
-        """Name the ranks that have not joined, for people."""
+        """Name the ranks that have not joined, for people; the text is empty when all have.
+
+        Raises:
+            DistStoreError: rank 0 does not wait for them any more; the text is rank 0's.
+        """
         return _text(self._ask(Code.MISSING)[1])
 
     def end(self) -> None:
@@ -292,6 +289,13 @@ class JobStore(Store):
         self.connections.end()
         if self._server is not None:
             self._server.retire()
+
+    def give_up(self, why: str) -> None:
+        """Stop using the store. Rank 0's tells those that wait for others to join why, for a limited time."""
+        self.connections.end()
+        if self._server is not None:
+            self._server.given_up = why
+            self._server.linger(time.monotonic() + _GIVING_UP_S)
 
     def _wait_for(self, code: int, keys: Sequence[str], timeout: timedelta) -> Sequence[bytes]:
         try:

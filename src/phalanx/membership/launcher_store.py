@@ -273,7 +273,7 @@ class TorchConversation:
 
     def _await(self, keys: Collection[bytes], *, anew: bool = False) -> None:
         self.end()
-        self._wait = self._table.wait(keys, lambda why: self._send(_STOP_WAITING), anew=anew)
+        self._wait = self._table.wait(keys, lambda: self._send(_STOP_WAITING), anew=anew)
 
     def _set(self, reader: _Reader) -> None:
         self._table.set(reader.text(), reader.text())

@@ -64,6 +64,8 @@ _PAUSE_S = 0.2
 # The pause between two rounds of a search is an eighth of the time that it has taken, within these limits: it delays
 # the meeting by little, and ranks that wait for a long time do not flood rank 0's host.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
+# The longest pause between two questions who is missing, for all ranks ask rank 0.
+_ASK_S, _ASK_S_PER_RANK = 0.05, 0.0015
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,10 @@ def meet(
         return _serve(own, listener, announced)
     if point is None:
         point = _announced(broadcast)
-    return _join(own, _find(own, point))
+    connections = _find(own, point)
+    address, port = connections.where
+    store = JobStore(connections, timedelta(seconds=timeout_s))
+    return _joined_by_all(own, store, f"rank 0 at {address} port {port}", f"rank {place.rank} had joined, but")
 
 
 def leave(store: Store) -> None:
@@ -152,10 +157,7 @@ def _nowhere(place: Place) -> str:
 
 
 def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address]) -> JobStore:
-    """Serve the store, join it, wait until all ranks have, and print the missing ones every 5 seconds.
-
-    If some do not come in time, the ranks that wait get the same error as this one.
-    """
+    """Serve the store, join it, and wait until all ranks have."""
     address, port = where = listener.getsockname()[:2]
     if own.key.is_open and not own.quiet and not is_loopback(address):
         tell(
@@ -164,18 +166,37 @@ def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address])
         )
     seats = Seats(own.claim, own.place.hosts, own.place.num_nodes)
     server = StoreServer(listener, own.key, seats, announced=announced)
-    began_s = own.clock.now()
     try:
         connections, _ = own.knock(where, ANSWER_S * 10)
-        store = JobStore(connections, timedelta(seconds=own.timeout_s), server)
-        while not store.wait_for_all(max(0.001, min(own.left_s, REMIND_S))):
-            missing = store.describe_missing()
-            if own.left_s <= 0:
-                raise InitializationError.ranks_missing(missing, own.timeout_s, at=f"rank 0 on {this_host().name}")
-            tell(f"waiting for {missing}, {own.clock.now() - began_s:.0f} s so far")
-    except BaseException as error:
-        server.stop(str(error) or f"rank 0 gave up ({type(error).__name__})")
+    except BaseException:
+        server.stop()
         raise
+    store = JobStore(connections, timedelta(seconds=own.timeout_s), server)
+    return _joined_by_all(own, store, f"rank 0 on {this_host().name}", "")
+
+
+def _joined_by_all(own: _Process, store: JobStore, at: str, before: str) -> JobStore:
+    """Return the store when every rank has joined it; rank 0 prints the missing ones every 5 seconds.
+
+    If some do not come in time, the ranks that wait get the error of rank 0. The texts are those of
+    :meth:`InitializationError.ranks_missing`.
+    """
+    began_s, remind_s = own.clock.now(), REMIND_S
+    longest_s = max(_ASK_S, _ASK_S_PER_RANK * own.place.world_size)
+    try:
+        while missing := store.describe_missing():
+            waited_s = own.clock.now() - began_s
+            if own.left_s <= 0:
+                raise InitializationError.ranks_missing(missing, own.timeout_s, at=at, before=before)
+            if own.place.rank == 0 and waited_s >= remind_s:
+                remind_s += REMIND_S
+                tell(f"waiting for {missing}, {waited_s:.0f} s so far")
+            time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s))
+    except BaseException as error:
+        store.give_up(str(error) or f"rank 0 gave up ({type(error).__name__})")
+        if isinstance(error, InitializationError) or not isinstance(error, RuntimeError):
+            raise
+        raise InitializationError(f"{before} {error}".strip()) from error
     return store
 
 
@@ -281,22 +302,6 @@ def _announced(broadcast: Broadcast | None) -> MeetingPoint:
     if "trouble" in announced:
         raise InitializationError(announced["trouble"])
     return MeetingPoint(announced["address"], (announced["port"],), "", True, "which rank 0 announced by MPI")
-
-
-def _join(own: _Process, connections: Connections) -> JobStore:
-    """Wait until every rank has joined the store that this one has found."""
-    address, port = connections.where
-    before, at = f"rank {own.place.rank} had joined, but", f"rank 0 at {address} port {port}"
-    store = JobStore(connections, timedelta(seconds=own.timeout_s))
-    try:
-        if not store.wait_for_all(max(0.001, own.left_s)):
-            raise InitializationError.ranks_missing(store.describe_missing(), own.timeout_s, at=at, before=before)
-    except BaseException as error:
-        store.end()
-        if isinstance(error, InitializationError) or not isinstance(error, RuntimeError):
-            raise
-        raise InitializationError(f"{before} {error}") from error
-    return store
 
 
 def _find(own: _Process, point: MeetingPoint) -> Connections:

@@ -169,11 +169,11 @@ def _printable(text: str) -> str:
 class Code:
     """Codes of requests, then of answers.
 
-    The fields of a request are keys, or keys and values in turn. The number of ADD is the summand. EVERYBODY waits
-    until all ranks have joined, and MISSING describes those that have not.
+    The fields of a request are keys, or keys and values in turn. The number of ADD is the summand. MISSING describes
+    the ranks that have not joined.
     """
 
-    SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY, MISSING = range(1, 13)
+    SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, MISSING = range(1, 12)
     # DONE carries the result, as a number or as fields. The field of FAILED is the reason.
     DONE, FAILED = 0, 1
 

@@ -35,7 +35,6 @@ __all__ = ["Seats", "StoreServer"]
 MOST_COMPLAINTS = 16
 # How long rank 0's process, when it ends, waits for ranks that still read its answers.
 LINGER_S = 0.3
-ALL = b"all"
 
 
 class Seats:
@@ -59,7 +58,12 @@ class Seats:
         return len(self._taken) == self.own.world_size
 
     def describe_missing(self) -> str:
-        """Name the missing ranks, for people, and what may be the reason: one was refused, or none came of a node."""
+        """Name the missing ranks, for people, and what may be the reason: one was refused, or none came of a node.
+
+        The text is empty when all have come.
+        """
+        if self.complete:
+            return ""
         missing = [rank for rank in range(self.own.world_size) if rank not in self._taken]
         text = f"{format_named('rank', missing)} of {self.own.world_size}"
         nodes = {claim.node_rank for claim in self._taken.values()}
@@ -149,10 +153,7 @@ class _Conversation:
         table, result, said = self._store.table, 0, list[bytes]()
         match code, fields:
             case ((Code.READ | Code.WAIT), keys):
-                self._await(table, keys, reads=code == Code.READ)
-                return
-            case Code.EVERYBODY, _:
-                self._await(self._store.joined, [ALL])
+                self._await(keys, reads=code == Code.READ)
                 return
             case ((Code.SET | Code.APPEND), _) if len(fields) % 2 == 0:
                 put = table.set if code == Code.SET else table.append
@@ -171,17 +172,18 @@ class _Conversation:
             case Code.LIST, _:
                 said = list(table.entries)
             case Code.MISSING, _:
+                if self._store.given_up:
+                    raise ValueError(self._store.given_up)
                 said = [self._store.seats.describe_missing().encode()]
             case _:
                 raise ValueError(f"there is no request with the code {code} and {len(fields)} fields")
         self.reply(Code.DONE, result, said)
 
-    def _await(self, table: Table, keys: list[bytes], *, reads: bool = False) -> None:
-        def finish(why: str) -> None:
-            values = [table.entries.get(key, b"") for key in keys] if reads else []
-            self.reply(Code.FAILED if why else Code.DONE, 0, [why.encode()] if why else values)
-
-        wait = table.wait(keys, finish)
+    def _await(self, keys: list[bytes], *, reads: bool) -> None:
+        entries = self._store.table.entries
+        wait = self._store.table.wait(
+            keys, lambda: self.reply(Code.DONE, 0, [entries.get(key, b"") for key in keys] if reads else [])
+        )
         if wait.missing:
             self._wait = wait
 
@@ -205,11 +207,11 @@ class StoreServer:
     ) -> None:
         self.seats, self.key = seats, key
         self.table, self.loop = Table(), Loop("phalanx-store")
-        self.joined = Table()  # has ALL when every rank has joined
+        self.given_up = ""  # why the ranks do not meet; written by the thread that waits for them
         self._ended: list[EndedRank] = []
         self.where: Address = listener.getsockname()[:2]
         self._say, self._complaints = say, 0
-        self._retired, self._over = False, ""
+        self._retired = self._over = False
         self._conversations: set[_Conversation] = set()
         self._door = Door(
             listener, key, ROLE, KEEP_ALIVE, self.loop.selector, self._admit, self._on_refused, announced=announced
@@ -238,9 +240,9 @@ class StoreServer:
         if self.loop.call(retire) and threading.current_thread() is not self.loop.thread:
             done.wait(LINGER_S)
 
-    def stop(self, why: str = "rank 0 has left") -> None:
-        """Answer every waiting request with ``why``, close all connections, and end the thread."""
-        self.loop.call(lambda: self._stop(why))
+    def stop(self) -> None:
+        """Close all connections, and end the thread."""
+        self.loop.call(self._stop)
         self.loop.thread.join(LINGER_S)
 
     def linger(self, until: float) -> None:
@@ -251,10 +253,8 @@ class StoreServer:
 
     # -- the thread ------------------------------------------------------------------------------------
 
-    def _stop(self, why: str) -> None:
-        self._over = why
-        self.table.fail(why)
-        self.joined.fail(why)
+    def _stop(self) -> None:
+        self._over = True
         self._door.close()
         for connection in list(self.loop.connections):
             connection.close()
@@ -262,7 +262,7 @@ class StoreServer:
 
     def _stop_if_unused(self) -> None:
         if self._retired and not self._over and not self.loop.connections:
-            self._stop("rank 0 has left")
+            self._stop()
 
     def on_gone(self, conversation: _Conversation) -> None:
         """Note that a connection has ended: if it was its rank's last, nobody should wait for that rank."""
@@ -303,8 +303,6 @@ class StoreServer:
 
         channel.ended = ended
         self._conversations.add(conversation)
-        if self.seats.complete:
-            self.joined.set(ALL, b"")
         channel.take(arrival.rest)
 
     def _on_refused(self, peer: str, why: Exception) -> None:
