@@ -34,7 +34,7 @@ from torch.distributed import DistError
 
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import BackendError, DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
-from phalanx.membership.client import peek
+from phalanx.membership.client import JobStore, peek, underlying
 from phalanx.membership.store_protocol import RankProcess, own_process
 from phalanx.system.processes import state_text
 from phalanx.words import format_named
@@ -84,6 +84,8 @@ class Registration:
         self._earlier = b""  # what had failed before this process came
         self._may_conflict = True  # until all have come
         self._known: dict[int, RankProcess] = {}  # those that this process can see
+        if isinstance(whole := underlying(store), JobStore):
+            self._know(whole.connections.rank_0)  # which may end before it has come
         near = {0, *((rank + step) % size for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1))}
         self._near = sorted(near - {rank})
 
