@@ -89,6 +89,10 @@ class Job:
         connections = Connections(line, verdict, self.where, self.key, who)
         return JobStore(connections, timedelta(seconds=20), None if who.rank else self.server)
 
+    def all_have_joined(self) -> bool:
+        """Whether every rank has, within a time."""
+        return soon(lambda: not self.ranks[0].describe_missing())
+
     def everybody(self) -> list[JobStore]:
         """Let all ranks join."""
         return [self.ranks[rank] if rank in self.ranks else self.join(rank) for rank in range(self.size)]

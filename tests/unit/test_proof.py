@@ -85,8 +85,8 @@ def test_port_scan_is_reported_a_few_times_only() -> None:
         (claim(-1, 2), "refused", "there is no rank -1"),
         (claim(1, 2, attempt=0, opening=1), "refused", "is of attempt 0, which is over; rank 0 (pid 1000 on h0) is of"),
         (claim(1, 2, attempt=1, opening=0), "refused", "opens its world number 0, and rank 0 (pid 1000 on h0) its"),
-        (claim(1, 2, attempt=2, opening=0), "earlier", "is still in attempt 1"),
-        (claim(1, 2, attempt=1, opening=2), "earlier", "is still in attempt 1, world 1"),
+        (claim(1, 2, attempt=2, opening=0), "other", "is still in attempt 1"),
+        (claim(1, 2, attempt=1, opening=2), "other", "is still in attempt 1, world 1"),
         (claim(1, 2, job="another"), "other", ""),
         (claim(0, 2, host="h\x1b[2J\n1"), "refused", "there are two of rank 0: pid 1000 on h[2J1 and"),
         (claim(1, 2, attempt=1, opening=1, token="guessed"), "welcome", ""),
@@ -121,7 +121,7 @@ def test_rank_that_leaves_before_all_have_come_may_come_again() -> None:
         job.ranks.pop(1).end()
         assert job.heard("rank 1 (pid 1001 on h1) has left again before all ranks had come")
         job.everybody()
-        assert job.ranks[0].wait_for_all(20)
+        assert job.all_have_joined()
         job.ranks.pop(2).end()
         assert job.knock(claim(2, 3, pid=5)).kind == "refused"
 
@@ -170,12 +170,12 @@ def test_client_retries_if_closed_during_handshake() -> None:
     with Job(2) as job, socket.create_server(("127.0.0.1", 0)) as front:
         store = job.join(1)
         line = store.connections._idle.pop()
-        store.connections._where = front.getsockname()
+        store.connections.where = front.getsockname()
 
         def turn_away_twice() -> None:
             for _ in range(2):
                 front.accept()[0].close()
-            store.connections._where = job.where
+            store.connections.where = job.where
 
         thread = threading.Thread(target=turn_away_twice)
         thread.start()

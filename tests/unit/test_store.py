@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +18,7 @@ from tests.support.stores import Job, Served
 from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from phalanx.membership.client import JobStore
-from phalanx.membership.launcher_store import size_of_meeting
+from phalanx.membership.client import JobStore, ended_ranks
 from phalanx.membership.store_protocol import Code, pack
 from phalanx.membership.table import Table
 
@@ -176,7 +175,7 @@ def test_wait_that_takes_too_long_names_what_is_missing(rank: int) -> None:
 def test_key_that_is_deleted_during_a_wait_is_waited_for_again() -> None:
     table, answers = Table(), list[str]()
     table.set(b"a", b"1")
-    assert table.wait([b"a", b"b"], answers.append).missing == {b"b"}
+    assert table.wait([b"a", b"b"], lambda: answers.append("")).missing == {b"b"}
     table.delete(b"a")
     table.set(b"b", b"2")
     assert answers == []
@@ -199,60 +198,29 @@ def test_large_value_goes_through_and_does_not_hold_up_others() -> None:
 # -- its end -------------------------------------------------------------------------------------------
 
 
-def test_when_rank_0_gives_up_everybody_is_told_why() -> None:
+def test_when_rank_0_gives_up_the_ranks_that_wait_are_told_why() -> None:
     with Job(3) as job:
         store = job.join(1)
-        errors: list[BaseException] = []
-
-        def wait(what: Callable[[], object]) -> None:
-            try:
-                what()
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [
-            threading.Thread(target=wait, args=(what,))
-            for what in (lambda: store.wait_for_all(20), lambda: job.ranks[0].get("never"))
-        ]
-        for thread in threads:
-            thread.start()
-        assert soon(lambda: bool(job.server.joined._waits) and bool(job.server.table._waits))
-        job.server.stop("rank 2 had not come")
-        for thread in threads:
-            thread.join(20)
-        assert [str(error) for error in errors] == ["rank 2 had not come"] * 2
+        assert store.describe_missing() == "rank 2 of 3"
+        giving_up = threading.Thread(target=job.ranks[0].give_up, args=("rank 2 had not come",))
+        giving_up.start()
+        assert soon(lambda: bool(job.server.given_up))
+        with pytest.raises(dist.DistStoreError, match=r"^rank 2 had not come$"):
+            store.describe_missing()
+        giving_up.join(20)
         with pytest.raises(dist.DistStoreError, match=r"lost the store of rank 0 at 127.0.0.1 port \d+ .*has ended"):
             store.set("a", "b")
 
 
-def test_last_will_of_a_rank_is_set_when_its_connections_end() -> None:
-    """But not if it has taken it back, or another rank was first."""
-    with Job(4) as job:
+def test_store_knows_the_ranks_whose_connections_have_ended() -> None:
+    with Job(3) as job:
         stores = job.everybody()
-        for rank, store in enumerate(stores):
-            store.will_set("p/failed", f"rank {rank}")
-        stores[3].will_set("p/failed", "")
-        job.ranks.pop(3).end()
+        assert job.all_have_joined()
+        assert ended_ranks(stores[0]) == []
         job.ranks.pop(2).end()
-        assert stores[0].get("p/failed") == b"rank 2"
         job.ranks.pop(1).end()
-        assert soon(lambda: len(job.server.loop.connections) == 1)
-        assert stores[0].get("p/failed") == b"rank 2"
-
-
-@pytest.mark.parametrize(
-    ("key", "size"),
-    [
-        ("default_pg/0//phalanx/a/of 3/shm/q/answer/2", 3),
-        ("phalanx/0/world/1/phalanx/topology/of 4/report/1", 4),
-        ("phalanx/0/world/1/default_pg/0//phalanx/a/0,2/shm/q/answer/1", 0),
-        ("default_pg/0//phalanx/a/of 3/phalanx/b/0,2/shm/offer", 0),
-        ("of the script/1", 0),
-    ],
-)
-def test_keys_of_a_meeting_are_known(key: str, size: int) -> None:
-    """In the launcher's store nobody waits for them once a rank of the world has ended."""
-    assert size_of_meeting(key) == size
+        assert soon(lambda: len(ended_ranks(stores[0])) == 2)
+        assert {(each.rank, each.host) for each in ended_ranks(PrefixStore("p", stores[0]))} == {(1, "h1"), (2, "h2")}
 
 
 def test_rank_0_answers_until_the_others_have_left() -> None:

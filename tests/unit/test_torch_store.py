@@ -15,19 +15,18 @@ from typing import Any
 import pytest
 from tests.support.stores import Served
 from tests.support.waiting import soon
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistStoreError
 
 from phalanx.membership import launcher_store
 from phalanx.membership.client import ended_ranks
 from phalanx.membership.launcher_store import (
+    ENDED,
     MOST_COMPLAINTS,
     EndedRank,
     SupervisorLine,
-    TorchConversation,
     TorchStoreServer,
 )
-from phalanx.membership.table import Table
 from phalanx.system import interfaces
 from phalanx.system.interfaces import owner_of
 
@@ -105,59 +104,14 @@ class ServedWithEnds(Served):
         self._here.close()
 
 
-def failing_wait(store: Store, key: str) -> tuple[threading.Thread, list[str]]:
-    """A thread that waits for a key for long, and the error that it gets."""
-    errors: list[str] = []
-
-    def wait() -> None:
-        try:
-            store.wait([key], timedelta(seconds=200))
-        except RuntimeError as error:
-            errors.append(str(error))  # without its frames, which hold the connection
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread, errors
-
-
-@pytest.mark.parametrize("ends_first", [True, False])
-def test_wait_of_a_meeting_ends_when_a_rank_has_ended(ends_first: bool) -> None:
-    served, ended = ServedWithEnds(), EndedRank(2, 77, "h1", "by signal 9 (SIGKILL)")
+def test_store_lists_the_ranks_that_have_ended() -> None:
+    served = ServedWithEnds()
     with served:
-        client = served.client()
-        world = PrefixStore("phalanx/0/world/1", served.client())
-        if ends_first:
-            served.tell(ended)
-        waiting, errors = failing_wait(PrefixStore("phalanx/topology/of 3", world), "reports")
-        if not ends_first:
-            time.sleep(0.05)
-            served.tell(ended)
-        waiting.join(20)
-        assert len(errors) == 1
-        assert ended_ranks(client) == [ended]
-        client.set("after", "it goes on")
-        assert client.get("after") == b"it goes on"
-
-
-def test_client_that_gives_up_a_wait_as_it_fails_gets_one_answer() -> None:
-    """The two cross: the client takes the failure for the answer to what it has asked."""
-    sent: list[bytes] = []
-    table, vain = Table(), [False]
-    conversation = TorchConversation(table, sent.append, lambda keys: vain[0])
-    key = b"/a"
-    wait = bytes([6]) + struct.pack("=Q", 1) + struct.pack("=Q", len(key)) + key
-    cancel = bytes([12])
-    conversation.hear(GREETING + wait)
-    vain[0] = True
-    table.fail("its rank has ended")
-    assert sent == [b"\1"]
-    conversation.hear(cancel)
-    assert sent == [b"\1"]
-    conversation.hear(wait)
-    assert sent == [b"\1", b"\1"]
-    vain[0] = False
-    conversation.hear(wait + cancel)
-    assert sent == [b"\1", b"\1", b"\1"]
+        client, ended = served.client(), EndedRank(2, 77, "h1", "by signal 9 (SIGKILL)")
+        assert ended_ranks(client) == []
+        served.tell(ended)
+        client.wait([ENDED], timedelta(seconds=20))
+        assert ended_ranks(PrefixStore("phalanx/0/world/1", client)) == [ended]
 
 
 def test_unwelcome_connection_is_closed_unread_and_reported() -> None:

@@ -14,7 +14,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn
@@ -40,14 +40,10 @@ __all__ = ["Connections", "JobStore", "WaitTimeout", "connect", "ended_ranks", "
 # How long rank 0 may take, at least, for an answer that it gives at once; and to let another connection in.
 _ANSWER_S = 30.0
 _PAUSE_S = 0.05
+_GIVING_UP_S = 3.0  # how long rank 0 that gives up may wait for the others to ask why
 _LONGEST_WAIT_S = 1e8  # a longer timeout is none
-_LOOK_S = 0.1  # how often a call that waits looks around
-_WAITING = (Code.READ, Code.WAIT, Code.EVERYBODY)
+_WAITING = (Code.READ, Code.WAIT)
 _Answer = tuple[int, Sequence[bytes]]
-
-
-def _nothing() -> None:
-    pass
 
 
 class WaitTimeout(DistStoreError):
@@ -80,24 +76,15 @@ class Connections:
     def __init__(
         self, first: Line, verdict: Verdict, where: tuple[str, int], key: Key, claim: Claim, source: str = ""
     ) -> None:
-        self.rank_0 = verdict.rank_0
-        self._where, self._key, self._claim, self._source = where, key, claim, source
+        self.rank_0, self.where = verdict.rank_0, where
+        self._key, self._claim, self._source = key, claim, source
         self._idle = [first]
         self._lock = threading.Lock()  # guards the list above and the flag below
         self._ended = False
         _all.add(self)
 
-    def call(
-        self,
-        code: int,
-        number: int,
-        fields: Sequence[bytes],
-        timeout_s: float | None,
-        look: Callable[[], object] = _nothing,
-    ) -> _Answer:
+    def call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Answer:
         """Carry out a request on a connection that no other call uses; return the answer's number and fields.
-
-        ``look`` is called some times a second meanwhile, and what it raises ends the call.
 
         Raises:
             WaitTimeout: a request that waits has waited for so long; a timeout of None is none.
@@ -109,7 +96,7 @@ class Connections:
             line.sock.settimeout(None if timeout_s is None else max(timeout_s, _ANSWER_S))
             with contextlib.suppress(ConnectionError):  # what rank 0 has said before it went can still be read
                 line.sock.sendall(line.session.seal(message))
-            if not self._has_come(line, code in _WAITING, timeout_s, look):
+            if not self._has_come(line, code in _WAITING, timeout_s):
                 line.close()
                 if code in _WAITING and not self.rank_0.stopped_state():
                     raise WaitTimeout
@@ -130,16 +117,13 @@ class Connections:
             raise DistStoreError(_text(said))
         return result, said
 
-    def _has_come(self, line: Line, waits: bool, timeout_s: float | None, look: Callable[[], object]) -> bool:
+    def _has_come(self, line: Line, waits: bool, timeout_s: float | None) -> bool:
         """Wait until an answer comes; return whether one has in time."""
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(line.sock, select.POLLIN)
 
         def has_come(slice_s: float) -> bool:
-            if poll.poll(min(slice_s, _LOOK_S) * 1000):
-                return True
-            look()
-            return False
+            return bool(poll.poll(slice_s * 1000))
 
         if wait_awake(has_come, timeout_s):
             return True
@@ -162,7 +146,7 @@ class Connections:
         until = time.monotonic() + _ANSWER_S
         while True:
             try:
-                line, verdict = connect(self._where, self._key, claim, patience_s, self._source)
+                line, verdict = connect(self.where, self._key, claim, patience_s, self._source)
                 break
             except (OSError, NoProof, WrongKey) as error:
                 final = not isinstance(error, OSError) or isinstance(error, ConnectionRefusedError)
@@ -180,7 +164,7 @@ class Connections:
             group = format_named("rank", range(self._claim.world_size))
             raise InitializationError.rank_stopped(0, rank_0.pid, rank_0.host, state_text(state), group) from error
         raise DistStoreError(
-            f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} "
+            f"rank {self._claim.rank} lost the store of rank 0 at {self.where[0]} port {self.where[1]} "
             f"({str(error) or type(error).__name__}): rank 0 has ended or is stopped, or the network to it is cut; see "
             f"what rank 0 printed"
         ) from error
@@ -239,8 +223,7 @@ class JobStore(Store):
         super().__init__()
         self.set_timeout(timeout)
         self._server = server
-        self._here = threading.local()
-        self.connections, self.rank_0 = connections, connections.rank_0
+        self.connections = connections
         if server is not None:
             weakref.finalize(self, server.retire).atexit = False
 
@@ -293,21 +276,13 @@ class JobStore(Store):
     getNumKeys = num_keys  # noqa: N815
     deleteKey = delete_key  # noqa: N815
 
-    def wait_for_all(self, timeout_s: float) -> bool:
-        """Wait until every rank has joined; return whether all have in time."""
-        try:
-            self.connections.call(Code.EVERYBODY, 0, [], timeout_s)
-        except WaitTimeout:
-            return False
-        return True
-
     def describe_missing(self) -> str:
-        """Name the ranks that have not joined, for people."""
-        return _text(self._ask(Code.MISSING)[1])
+        """Name the ranks that have not joined, for people; the text is empty when all have.
 
-    def will_set(self, key: str, value: str) -> None:
-        """Have the store set a key that has no value when this rank's connections end; an empty value takes it back."""
-        self._ask(Code.WILL, 0, [key.encode(), value.encode()])
+        Raises:
+            DistStoreError: rank 0 does not wait for them any more; the text is rank 0's.
+        """
+        return _text(self._ask(Code.MISSING)[1])
 
     def end(self) -> None:
         """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
@@ -315,19 +290,16 @@ class JobStore(Store):
         if self._server is not None:
             self._server.retire()
 
-    @contextlib.contextmanager
-    def looking(self, look: Callable[[], object]) -> Iterator[None]:
-        """Call ``look`` some times a second while this thread waits in the body, also by way of torch's C++."""
-        self._here.look = look
-        try:
-            yield
-        finally:
-            self._here.look = _nothing
+    def give_up(self, why: str) -> None:
+        """Stop using the store. Rank 0's tells those that wait for others to join why, for a limited time."""
+        self.connections.end()
+        if self._server is not None:
+            self._server.given_up = why
+            self._server.linger(time.monotonic() + _GIVING_UP_S)
 
     def _wait_for(self, code: int, keys: Sequence[str], timeout: timedelta) -> Sequence[bytes]:
-        look = getattr(self._here, "look", _nothing)
         try:
-            return self.connections.call(code, 0, [key.encode() for key in keys], _limit(timeout), look)[1]
+            return self.connections.call(code, 0, [key.encode() for key in keys], _limit(timeout))[1]
         except WaitTimeout:
             missing = sorted(key for key in keys if not self.check([key]))
             named = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
@@ -357,8 +329,9 @@ def kept_store(place: Place, timeout_s: float) -> Store:
 
 
 def ended_ranks(store: Store) -> list[EndedRank]:
-    """Return the ranks that have ended, in that order, if this is the store of ``phalanx run``."""
-    return [EndedRank(*each) for each in json.loads(store.get(ENDED))] if store.check([ENDED]) else []
+    """Return the ranks that have ended, in that order, if this store knows: that of ``phalanx run``, or rank 0's."""
+    whole = underlying(store)
+    return [EndedRank(*each) for each in json.loads(whole.get(ENDED))] if whole.check([ENDED]) else []
 
 
 def underlying(store: Store) -> Store:

@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import selectors
 import socket
 import struct
@@ -37,13 +36,10 @@ __all__ = [
     "TorchConversation",
     "TorchStoreServer",
     "is_own",
-    "size_of_meeting",
 ]
 
 #: Under this key are the ranks that have ended, in that order, as JSON.
 ENDED = "phalanx/ended"
-# The keys in which a world of so many ranks meets (world.py, c10d/create.py), and not those of a group that it splits.
-_OF_MEETING = re.compile(r"(?:.*/)?phalanx/.+/of (\d+)/(?!.*phalanx/)", re.DOTALL)
 
 # How many refused connections are reported; a port scan makes many of them.
 MOST_COMPLAINTS = 4
@@ -66,14 +62,8 @@ def is_own(peer: Address, here: Address) -> bool:
         return False
 
 
-def size_of_meeting(key: str) -> int:
-    """Return how many ranks meet as a world by this key; 0 for any other key."""
-    found = _OF_MEETING.match(key)
-    return 0 if found is None else int(found[1])
-
-
 class EndedRank(NamedTuple):
-    """A rank that the launcher knows to have ended.
+    """A rank that is known to have ended.
 
     ``host`` is empty if the job has one; ``how`` is as ``by signal 9 (SIGKILL)``, and empty if the rank ended in order.
     """
@@ -105,7 +95,7 @@ class TorchStoreServer(Loop):
     Args:
         listener: the bound, listening socket.
         is_welcome: whether a connection may use the store, by its two ends.
-        supervisor: the line to it; waits of a world that meets fail when one of its ranks has ended.
+        supervisor: the line to it.
         say: takes a line for the user.
     """
 
@@ -141,13 +131,6 @@ class TorchStoreServer(Loop):
         self._acceptor.close()
         super().close()
 
-    def is_vain(self, keys: Collection[bytes]) -> bool:
-        """Return whether these keys are of a world that cannot meet, because one of its ranks has ended."""
-        if not self._ended:
-            return False
-        first = min(each.rank for each in self._ended)
-        return any(first < size_of_meeting(key.decode(errors="replace").removeprefix("/")) for key in keys)
-
     def _take(self, sock: socket.socket, peer: Address, here: Address) -> None:
         if self._is_welcome(peer, here):
             self._admit(sock, peer[0])
@@ -178,7 +161,6 @@ class TorchStoreServer(Loop):
                 if isinstance(said, list):
                     self._ended.append(EndedRank(*said))
                     self.table.set(_SLASH + ENDED.encode(), json.dumps(self._ended).encode())
-                    self.table.fail("a rank has ended", lambda key: self.is_vain([key]))
                 elif (found := self._referred.pop(said, None)) is not None:
                     self._admit(*found)
 
@@ -186,7 +168,7 @@ class TorchStoreServer(Loop):
         with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(self, sock)
-        conversation = TorchConversation(self.table, connection.send, self.is_vain)
+        conversation = TorchConversation(self.table, connection.send)
 
         def ended(why: Exception | None) -> None:
             if isinstance(why, Malformed):
@@ -252,20 +234,13 @@ class TorchConversation:
     Args:
         table: the keys.
         send: takes the bytes of each answer.
-        is_vain: whether nobody should wait for these keys any more.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        send: Callable[[bytes], None],
-        is_vain: Callable[[Collection[bytes]], bool] = lambda keys: False,
-    ) -> None:
-        self._table, self._send, self._is_vain = table, send, is_vain
+    def __init__(self, table: Table, send: Callable[[bytes], None]) -> None:
+        self._table, self._send = table, send
         self._data = bytearray()
         self._greeted = False
         self._wait: Wait | None = None
-        self._has_failed = False  # the last wait, with an answer that the client may not have read yet
 
     def hear(self, data: bytes) -> None:
         """Carry out the requests that are whole.
@@ -298,16 +273,7 @@ class TorchConversation:
 
     def _await(self, keys: Collection[bytes], *, anew: bool = False) -> None:
         self.end()
-        self._has_failed = False
-        self._wait = self._table.wait(keys, self._finish, anew=anew)
-        if self._wait.missing and self._is_vain(self._wait.missing):
-            self.end()
-            self._finish("a rank has ended")
-
-    def _finish(self, why: str) -> None:
-        # torch's client takes the answer to a cancelled wait for an error.
-        self._has_failed = bool(why)
-        self._send(_WAIT_CANCELED if why else _STOP_WAITING)
+        self._wait = self._table.wait(keys, lambda: self._send(_STOP_WAITING), anew=anew)
 
     def _set(self, reader: _Reader) -> None:
         self._table.set(reader.text(), reader.text())
@@ -347,10 +313,7 @@ class TorchConversation:
 
     def _cancel_wait(self, reader: _Reader) -> None:
         self.end()
-        # A wait that failed as its client gave up has been answered already, and the client takes that for this one's.
-        if not self._has_failed:
-            self._send(_WAIT_CANCELED)
-        self._has_failed = False
+        self._send(_WAIT_CANCELED)
 
     def _ping(self, reader: _Reader) -> None:
         self._send(_U32.pack(reader.number(_U32)))

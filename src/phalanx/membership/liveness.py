@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis.snapshot import RankSnapshot, snapshots_from
 from phalanx.errors import InitializationError
-from phalanx.membership.loop import Channel, Loop
+from phalanx.membership.loop import Channel, Loop, was_silent
 from phalanx.membership.protocol import (
     KEEP_ALIVE,
     ROLE,
@@ -37,8 +37,10 @@ from phalanx.membership.protocol import (
     Message,
     OfGroup,
     Way,
+    decode,
+    encode,
 )
-from phalanx.membership.registrar import LOOK_S, WELCOME, Registrar, end_of
+from phalanx.membership.registrar import WELCOME, Registrar, await_end
 from phalanx.system.exit_order import Stage, at_exit
 from phalanx.wire.dial import dial
 from phalanx.wire.key import job_key
@@ -140,7 +142,7 @@ class Membership:
         self._channel: Channel | None = None
         self._registrar: Registrar | None = None
         if rank == 0:
-            self._registrar = Registrar(self._loop, hosts, names, os.getpid(), self._take_later)
+            self._registrar = Registrar(self._loop, hosts, names, self._take_later)
         _alive[id(self)] = self
 
     @classmethod
@@ -253,10 +255,7 @@ class Membership:
             self._loop.thread.join(_CLOSING_S)
 
     def let_go(self) -> None:
-        """In a forked child: close the parent's files; nothing is known any more."""
-        if self._registrar is not None:
-            self._registrar.let_go()
-        self._loop.let_go()
+        """In a forked child, in which the loop has closed its files: nothing is known any more."""
         self.changed = threading.Condition(threading.RLock())
         self.connected, self._closed = False, True
 
@@ -275,12 +274,12 @@ class Membership:
         if self._registrar is not None:
             self._registrar.take(0, message)
         elif self._channel is not None:
-            self._channel.say(message)
+            self._channel.say(encode(message))
 
     def _take_later(self, message: Message) -> None:
-        self._loop.call(lambda: self._take(0, message))
+        self._loop.call(lambda: self._take(message))
 
-    def _take(self, peer: int, message: Message) -> None:
+    def _take(self, message: Message) -> None:
         if isinstance(message, Departed):
             self._note_departed(message)
             if message.rank == 0 and message.way == Way.LEFT:
@@ -322,27 +321,20 @@ class Membership:
         if verdict != WELCOME:
             line.close()
             raise ConnectionRefusedError("another process listens there")
-        self._channel = Channel(self._loop, line.sock, line.session, b"", 0, self._take, self._lose)
+        self._channel = Channel(self._loop, line.sock, line.session, lambda data: self._take(decode(data)))
+        self._channel.ended = self._lose
 
-    def _lose(self, peer: int, channel: Channel, is_silent: bool) -> None:
+    def _lose(self, why: Exception | None) -> None:
         self._channel = None
         if not self.connected:
             return  # rank 0 has said that it leaves
-        if is_silent:
+        if was_silent(why):
             beside = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[0]]
-            self._lose_registrar([Departed(rank, Way.SILENT) for rank in beside])
+            self._lose_registrar(*(Departed(rank, Way.SILENT) for rank in beside))
         else:
-            self._lose_process(time.monotonic())
+            await_end(self._loop, 0, self._names[0], self._registrar_pid, self._lose_registrar)
 
-    def _lose_process(self, since: float) -> None:
-        """Note that rank 0's process has ended, and how, if that is known in time."""
-        found = end_of(0, self._names[0], self._registrar_pid, since)
-        if found is None:
-            self._loop.later(LOOK_S, lambda: self._lose_process(since))
-        else:
-            self._lose_registrar([found])
-
-    def _lose_registrar(self, departed: Sequence[Departed]) -> None:
+    def _lose_registrar(self, *departed: Departed) -> None:
         for each in departed:
             self._note_departed(each)
         self.connected = False
@@ -402,8 +394,7 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     for each in list(_alive.values()):
-        with contextlib.suppress(OSError):
-            each.let_go()
+        each.let_go()
     _alive.clear()
 
 

@@ -12,15 +12,15 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
-from phalanx.membership.protocol import Message, decode, encode
 from phalanx.system.threads import start
-from phalanx.wire.framing import Malformed, frame
+from phalanx.wire.framing import Malformed
 from phalanx.wire.session import Session
 
-__all__ = ["Channel", "Connection", "Loop"]
+__all__ = ["Channel", "Connection", "Loop", "was_silent"]
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _BLOCK = 1 << 16
@@ -61,6 +61,7 @@ class Loop:
         self._lock = threading.RLock()  # a signal handler may call while its thread does
         self._open, self._printed = True, False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _loops.add(self)
 
     def start(self) -> None:
         """Start the thread."""
@@ -87,12 +88,12 @@ class Loop:
             self.close()
 
     def let_go(self) -> None:
-        """In a forked child: close what belongs to the parent."""
-        was_open, self._lock, self._open = self._open, threading.RLock(), False
-        for connection in self.connections:  # without the selector, which the parent shares
-            connection.sock.close()
-        if was_open:
-            self.close()
+        """In a forked child: close the parent's files, without the selector's own list, which the parent shares."""
+        self._lock, self._open = threading.RLock(), False
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self.close()
 
     def turn(self, timeout_s: float = 3600.0) -> None:
         """Wait until something can be done, for a limited time, and do it."""
@@ -108,6 +109,7 @@ class Loop:
 
     def close(self) -> None:
         """Close the loop's own files; its thread does so at its end."""
+        _loops.discard(self)
         self.selector.close()
         os.close(self._bell)
 
@@ -128,6 +130,18 @@ class Loop:
                 self._printed = True
                 with contextlib.suppress(Exception):  # nobody may read what is printed
                     threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+
+# Those whose files are open. A child that kept their sockets would hide this process's end from the other ranks.
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for loop in list(_loops):
+        loop.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Connection:
@@ -231,35 +245,25 @@ class Channel(Connection):
     Args:
         loop, sock: see :class:`Connection`.
         session: the digests of the messages.
-        rest: bytes that came with the handshake.
-        peer: the rank at its other end.
-        take: called with that and each message.
-        ended: called with that and this, when the other side has ended it, and with whether its host was silent.
+        take: called with each message.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        sock: socket.socket,
-        session: Session,
-        rest: bytes | bytearray,
-        peer: int,
-        take: Callable[[int, Message], object],
-        ended: Callable[[int, Channel, bool], object],
-    ) -> None:
+    def __init__(self, loop: Loop, sock: socket.socket, session: Session, take: Callable[[bytes], object]) -> None:
         super().__init__(loop, sock)
         data = bytearray()
 
         def hear(more: bytes) -> None:
             data.extend(more)
             for message in session.take_messages(data):
-                take(peer, decode(message))
+                take(message)
 
         self._session, self.hear = session, hear
-        self.ended = lambda why: ended(peer, self, isinstance(why, OSError) and why.errno in _SILENT)
-        if rest:
-            loop.call(lambda: self.take(rest))
 
-    def say(self, message: Message) -> None:
-        """Send a message."""
-        self.send(self._session.seal(frame(encode(message))))
+    def say(self, message: bytes) -> None:
+        """Send a message, which is in its frame."""
+        self.send(self._session.seal(message))
+
+
+def was_silent(why: Exception | None) -> bool:
+    """Return whether a connection has ended because its other host acknowledges nothing."""
+    return isinstance(why, OSError) and why.errno in _SILENT

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from phalanx.wire.framing import Malformed
+from phalanx.wire.framing import Malformed, frame
 from phalanx.wire.sockets import KeepAlive
 
 ROLE = "registrar"
@@ -188,12 +188,16 @@ class Answer(_Struct, frozen=True):
 OfGroup: TypeAlias = Joined | Address | Left | Broken | Position | Positions
 Message: TypeAlias = Join | OfGroup | Departed | Ask | Answer
 
-encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
+def encode(message: Message) -> bytes:
+    """Return the message in its frame."""
+    return frame(msgspec.msgpack.encode(message))
+
+
 def decode(data: bytes) -> Message:
-    """Return the message; raise Malformed if it is none."""
+    """Return the message, which comes without its frame; raise Malformed if it is none."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

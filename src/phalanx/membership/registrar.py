@@ -10,6 +10,7 @@ nothing, the rank is lost to all as silent.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from phalanx.diagnosis.ends import ended_elsewhere
-from phalanx.membership.loop import Channel, Loop
+from phalanx.membership.loop import Channel, Loop, was_silent
 from phalanx.membership.protocol import (
     KEEP_ALIVE,
     ROLE,
@@ -38,6 +39,8 @@ from phalanx.membership.protocol import (
     Position,
     Positions,
     Way,
+    decode,
+    encode,
     needs_positions,
 )
 from phalanx.system.interfaces import outward_address
@@ -45,11 +48,11 @@ from phalanx.wire.door import Arrival, Door
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen
 
-__all__ = ["LOOK_S", "POSITIONS_S", "WELCOME", "Registrar", "end_of"]
+__all__ = ["POSITIONS_S", "WELCOME", "Registrar", "await_end"]
 
 WELCOME, _NO = b"welcome", b"no"  # verdicts for a rank that dials
 _LAUNCHER_S = 0.75  # how long a launcher may take to say how a rank ended
-LOOK_S = 0.02
+_LOOK_S = 0.02
 _LEFT_S = 0.02  # ranks that leave at about the same time are told together
 # How long ranks may take to say where they are; once all have said something, how long those outside of a call may take
 # to come to it.
@@ -58,14 +61,20 @@ _FINISH_S = 0.5
 _MOST_STRANGERS = 512
 
 
-def end_of(rank: int, host: str, pid: int, since: float) -> Departed | None:
-    """Say that a rank has ended, and how; None while the launcher may still say how, ``since`` that was noticed."""
-    said = ended_elsewhere(host, pid)
-    if said == {} and time.monotonic() - since < _LAUNCHER_S:
-        return None
-    said = said or {}
-    facts = {name: said[name] for name in Departed.__struct_fields__ if name in said}
-    return Departed(**{**facts, "rank": rank, "way": Way.ENDED, "text": str(said.get("how", ""))})
+def await_end(loop: Loop, rank: int, host: str, pid: int, take: Callable[[Departed], object]) -> None:
+    """Pass on how a rank has ended, as soon as the launcher says it, or soon without that. For the loop's thread."""
+    until = time.monotonic() + _LAUNCHER_S
+
+    def look() -> None:
+        said = ended_elsewhere(host, pid)
+        if said == {} and time.monotonic() < until:  # the launcher may still say it
+            loop.later(_LOOK_S, look)
+            return
+        said = said or {}
+        facts = {name: said[name] for name in Departed.__struct_fields__ if name in said}
+        take(Departed(**{**facts, "rank": rank, "way": Way.ENDED, "text": str(said.get("how", ""))}))
+
+    look()
 
 
 @dataclass
@@ -101,7 +110,6 @@ class Registrar:
         loop: its thread.
         hosts: the number of the host of each rank.
         names: what each rank's host is called.
-        pid: of this process.
         own: takes messages for rank 0.
 
     Attributes:
@@ -109,15 +117,15 @@ class Registrar:
     """
 
     def __init__(
-        self, loop: Loop, hosts: Sequence[int], names: Sequence[str], pid: int, own: Callable[[Message], object]
+        self, loop: Loop, hosts: Sequence[int], names: Sequence[str], own: Callable[[Message], object]
     ) -> None:
         self._loop = loop
         self._members = [_Member(host, name) for host, name in zip(hosts, names, strict=True)]
-        self._members[0].pid, self._members[0].send = pid, own
+        self._members[0].pid, self._members[0].send = os.getpid(), own
         self._groups: dict[str, _Group] = {}
         self._left: defaultdict[str, list[int]] = defaultdict(list)  # who is still to be told of
         listener = listen(outward_address(), 0)
-        self.address = (*listener.getsockname()[:2], pid)
+        self.address = (*listener.getsockname()[:2], os.getpid())
         most = max(_MOST_STRANGERS, 2 * len(hosts))  # all ranks may dial at the same time
         self._door = Door(listener, job_key(), ROLE, KEEP_ALIVE, loop.selector, self._admit, most=most)
         loop.tend = self._door.tend
@@ -129,10 +137,6 @@ class Registrar:
         for member in self._members:
             if member.channel is not None:
                 member.channel.finish(_FINISH_S)
-
-    def let_go(self) -> None:
-        """In a forked child: close the parent's files."""
-        self._door.let_go()
 
     # -- sessions ----------------------------------------------------------------------------------
 
@@ -146,25 +150,20 @@ class Registrar:
             arrival.sock.close()
             return
         arrival.answer(WELCOME)
-        session = arrival.proven.session()
-        channel = Channel(self._loop, arrival.sock, session, arrival.rest, hello.rank, self.take, self._lose)
-        member.pid, member.channel, member.send = hello.pid, channel, channel.say
+        session, rank = arrival.proven.session(), hello.rank
+        channel = Channel(self._loop, arrival.sock, session, lambda data: self.take(rank, decode(data)))
+        channel.ended = lambda why: self._lose(rank, why)
+        member.pid, member.channel = hello.pid, channel
+        member.send = lambda message: channel.say(encode(message))
+        channel.take(arrival.rest)
 
-    def _lose(self, rank: int, channel: Channel, is_silent: bool) -> None:
+    def _lose(self, rank: int, why: Exception | None) -> None:
         member = self._members[rank]
         member.channel = member.send = None
-        if is_silent:
+        if was_silent(why):
             self._depart(Departed(rank, Way.SILENT))
         else:
-            self._conclude(rank, time.monotonic())
-
-    def _conclude(self, rank: int, since: float) -> None:
-        """Note that a rank has ended, and how, if that is known in time."""
-        member = self._members[rank]
-        if (departed := end_of(rank, member.name, member.pid, since)) is not None:
-            self._depart(departed)
-        else:
-            self._loop.later(LOOK_S, lambda: self._conclude(rank, since))
+            await_end(self._loop, rank, member.name, member.pid, self._depart)
 
     def _depart(self, departed: Departed) -> None:
         member = self._members[departed.rank]

@@ -39,7 +39,7 @@ from phalanx.membership.store_protocol import RankProcess, own_process
 from phalanx.system.processes import state_text
 from phalanx.words import format_named
 
-__all__ = ["Registration", "register_rank", "registered"]
+__all__ = ["Registration", "cause_for_others", "register_rank", "registered"]
 
 # How many ranks on either side, by number, a rank looks at; and at rank 0. A death is seen by those of the same host.
 _NEIGHBOURS = 4
@@ -77,18 +77,15 @@ class Registration:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        whole = underlying(store)
-        self._job_store = whole if isinstance(whole, JobStore) else None
-        # Rank 0's store is of this world alone.
-        self._store = PrefixStore(_PART, store if self._job_store is None else whole)
+        self._store = PrefixStore(_PART, store)
         self._rank, self._size = rank, size
         self._own = _Entry(**asdict(own_process(rank)), size=size, nonce=secrets.token_hex(8))
         self._text = json.dumps(asdict(self._own))
         self._earlier = b""  # what had failed before this process came
         self._may_conflict = True  # until all have come
         self._known: dict[int, RankProcess] = {}  # those that this process can see
-        if self._job_store is not None:
-            self._know(self._job_store.rank_0)
+        if isinstance(whole := underlying(store), JobStore):
+            self._know(whole.connections.rank_0)  # which may end before it has come
         near = {0, *((rank + step) % size for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1))}
         self._near = sorted(near - {rank})
 
@@ -97,9 +94,6 @@ class Registration:
         try:
             self._earlier = peek(self._store, "failed") or b""
             self._come()
-            if self._job_store is not None:
-                ended = self._gone("has ended, or given up,")
-                self._job_store.will_set(f"{_PART}/failed", self._encoded(ended))
         except BaseException as error:
             self._end(error)
             if isinstance(error, DistError):
@@ -115,13 +109,10 @@ class Registration:
     def _end(self, error: BaseException | None) -> None:
         """End this process's part, and tell the others why if it has failed by a cause that concerns them."""
         with contextlib.suppress(RuntimeError):  # the store has gone
-            cause = self._gone(_how(error)) if error is not None and _is_own_fault(error) else error
-            if isinstance(cause, InitializationError) and cause.rank >= 0:
+            if error is not None and (cause := cause_for_others(error, self._own, self._group)) is not None:
                 self._publish(cause)
             if not self._is_stopped(0):
                 self._leave(error is not None)
-            if error is None and self._job_store is not None:
-                self._job_store.will_set(f"{_PART}/failed", "")
         if error is not None and self._rank == 0:
             time.sleep(_LINGER_S)
 
@@ -273,8 +264,16 @@ def registered() -> Registration | None:
     return _open
 
 
-def _is_own_fault(error: BaseException) -> bool:
-    return not isinstance(error, (DistError, PhalanxError)) or isinstance(error, _OWN_FAULTS)
+def cause_for_others(error: BaseException, own: RankProcess, group: str) -> InitializationError | None:
+    """Return what the other ranks raise when an exception ends this process's part in a meeting; None if it names none.
+
+    Args:
+        own: this process.
+        group: the ranks that meet, for people.
+    """
+    if not isinstance(error, (DistError, PhalanxError)) or isinstance(error, _OWN_FAULTS):
+        return InitializationError.rank_gone(own.rank, own.pid, own.host, _how(error), _REMEDY, group)
+    return error if isinstance(error, InitializationError) and error.rank >= 0 else None
 
 
 def _how(error: BaseException) -> str:

@@ -44,7 +44,6 @@ from phalanx.system.interfaces import (
 )
 from phalanx.system.threads import AwakeClock
 from phalanx.topology.place import Place
-from phalanx.wire.dial import Line
 from phalanx.wire.key import Key, job_key
 from phalanx.wire.proof import Address, NoProof, WrongKey
 from phalanx.wire.sockets import listen
@@ -65,6 +64,8 @@ _PAUSE_S = 0.2
 # The pause between two rounds of a search is an eighth of the time that it has taken, within these limits: it delays
 # the meeting by little, and ranks that wait for a long time do not flood rank 0's host.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
+# The longest pause between two questions who is missing, for all ranks ask rank 0.
+_ASK_S, _ASK_S_PER_RANK = 0.05, 0.0015
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,11 @@ class _Process:
         """The time that is left for it, in seconds."""
         return self.timeout_s - self.clock.now()
 
-    def knock(self, where: Address, patience_s: float) -> tuple[Line, Verdict]:
+    def knock(self, where: Address, patience_s: float) -> tuple[Connections, Verdict]:
         """Ask what listens there to let this process in (``client.py``)."""
         source = source_address(where[0]) if self.place.rank else ""
-        return connect(where, self.key, self.claim, patience_s, source)
-
-    def store(self, line: Line, verdict: Verdict, where: Address, server: StoreServer | None = None) -> JobStore:
-        """Return the store that has let this process in."""
-        source = source_address(where[0]) if self.place.rank else ""
-        connections = Connections(line, verdict, where, self.key, self.claim, source)
-        return JobStore(connections, timedelta(seconds=self.timeout_s), server)
+        line, verdict = connect(where, self.key, self.claim, patience_s, source)
+        return Connections(line, verdict, where, self.key, self.claim, source), verdict
 
 
 def meet(
@@ -135,7 +131,10 @@ def meet(
         return _serve(own, listener, announced)
     if point is None:
         point = _announced(broadcast)
-    return _join(own, *_find(own, point))
+    connections = _find(own, point)
+    address, port = connections.where
+    store = JobStore(connections, timedelta(seconds=timeout_s))
+    return _joined_by_all(own, store, f"rank 0 at {address} port {port}", f"rank {place.rank} had joined, but")
 
 
 def leave(store: Store) -> None:
@@ -158,10 +157,7 @@ def _nowhere(place: Place) -> str:
 
 
 def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address]) -> JobStore:
-    """Serve the store, join it, wait until all ranks have, and print the missing ones every 5 seconds.
-
-    If some do not come in time, the ranks that wait get the same error as this one.
-    """
+    """Serve the store, join it, and wait until all ranks have."""
     address, port = where = listener.getsockname()[:2]
     if own.key.is_open and not own.quiet and not is_loopback(address):
         tell(
@@ -170,17 +166,37 @@ def _serve(own: _Process, listener: socket.socket, announced: Sequence[Address])
         )
     seats = Seats(own.claim, own.place.hosts, own.place.num_nodes)
     server = StoreServer(listener, own.key, seats, announced=announced)
-    began_s = own.clock.now()
     try:
-        store = own.store(*own.knock(where, ANSWER_S * 10), where, server)
-        while not store.wait_for_all(max(0.001, min(own.left_s, REMIND_S))):
-            missing = store.describe_missing()
-            if own.left_s <= 0:
-                raise InitializationError.ranks_missing(missing, own.timeout_s, at=f"rank 0 on {this_host().name}")
-            tell(f"waiting for {missing}, {own.clock.now() - began_s:.0f} s so far")
-    except BaseException as error:
-        server.stop(str(error) or f"rank 0 gave up ({type(error).__name__})")
+        connections, _ = own.knock(where, ANSWER_S * 10)
+    except BaseException:
+        server.stop()
         raise
+    store = JobStore(connections, timedelta(seconds=own.timeout_s), server)
+    return _joined_by_all(own, store, f"rank 0 on {this_host().name}", "")
+
+
+def _joined_by_all(own: _Process, store: JobStore, at: str, before: str) -> JobStore:
+    """Return the store when every rank has joined it; rank 0 prints the missing ones every 5 seconds.
+
+    If some do not come in time, the ranks that wait get the error of rank 0. The texts are those of
+    :meth:`InitializationError.ranks_missing`.
+    """
+    began_s, remind_s = own.clock.now(), REMIND_S
+    longest_s = max(_ASK_S, _ASK_S_PER_RANK * own.place.world_size)
+    try:
+        while missing := store.describe_missing():
+            waited_s = own.clock.now() - began_s
+            if own.left_s <= 0:
+                raise InitializationError.ranks_missing(missing, own.timeout_s, at=at, before=before)
+            if own.place.rank == 0 and waited_s >= remind_s:
+                remind_s += REMIND_S
+                tell(f"waiting for {missing}, {waited_s:.0f} s so far")
+            time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s))
+    except BaseException as error:
+        store.give_up(str(error) or f"rank 0 gave up ({type(error).__name__})")
+        if isinstance(error, InitializationError) or not isinstance(error, RuntimeError):
+            raise
+        raise InitializationError(f"{before} {error}".strip()) from error
     return store
 
 
@@ -211,51 +227,42 @@ def _listen(own: _Process, point: MeetingPoint) -> socket.socket:
     addresses, note = listening_addresses(own.place, point)
     if note and not own.quiet:
         tell(f"note: {note}")
-    clock, remind_s = own.clock, REMIND_S
-    ends_at = clock.now() + ENDING_S
+    until_s = own.clock.now() + ENDING_S
     while True:
-        trouble, ending = "", False
+        may_end = False
         for port in point.ports:
             for address in addresses:
                 try:
                     return listen(address, port)
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
-                        try:
-                            trouble = _ask_holder(own, point, (address, port)) or trouble
-                        except ConnectionError:
-                            ending = True
+                        may_end |= _is_ending(own, point, (address, port))
                         break
                     if error.errno != errno.EADDRNOTAVAIL:
                         raise InitializationError(f"rank 0 cannot listen on {address} port {port}: {error}") from error
             else:
                 raise InitializationError(_not_here(point, addresses))
-        if trouble or not ending or clock.now() >= ends_at:
-            if not trouble or own.left_s <= 0:
-                raise InitializationError(_taken(point, addresses[0], trouble))
-            if clock.now() >= remind_s:
-                remind_s += REMIND_S
-                tell(f"rank 0 waits for port {point.ports[0]}: {trouble}")
+        if not may_end or own.clock.now() >= until_s:
+            raise InitializationError(_taken(point, addresses[0]))
         time.sleep(_PAUSE_S)
 
 
-def _ask_holder(own: _Process, point: MeetingPoint, where: Address) -> str:
-    """Ask who holds rank 0's port; return the reason to wait if that is an earlier attempt of this job, else nothing.
+def _is_ending(own: _Process, point: MeetingPoint, where: Address) -> bool:
+    """Return whether who holds rank 0's port has ended meanwhile, or does not listen.
 
     Raises:
         InitializationError: it is rank 0 of this job, and refuses this process.
-        ConnectionError: it has ended meanwhile, or it does not listen.
     """
     try:
-        line, verdict = own.knock(where, ANSWER_S if point.fixed else FIRST_ANSWER_S)
+        connections, verdict = own.knock(where, ANSWER_S if point.fixed else FIRST_ANSWER_S)
     except ConnectionError:
-        raise
+        return True
     except (OSError, NoProof, WrongKey):
-        return ""
-    line.close()
+        return False
+    connections.end()
     if verdict.kind == "refused":
         raise InitializationError.rank_refused(0, verdict.reason)
-    return verdict.reason if verdict.kind == "earlier" else ""
+    return False
 
 
 def _not_here(point: MeetingPoint, addresses: list[str]) -> str:
@@ -267,13 +274,13 @@ def _not_here(point: MeetingPoint, addresses: list[str]) -> str:
     )
 
 
-def _taken(point: MeetingPoint, address: str, trouble: str) -> str:
+def _taken(point: MeetingPoint, address: str) -> str:
     if len(point.ports) > 1:
         return (
             f"rank 0 found all {len(point.ports)} ports of this job taken on {point.address} "
             f"({', '.join(map(str, point.ports))}). Set MASTER_PORT to a free one, for all ranks"
         )
-    holder = trouble or holder_of_port(point.ports[0])
+    holder = holder_of_port(point.ports[0])
     return (
         f"rank 0 cannot listen on {address} port {point.ports[0]} ({point.source}): the port is taken"
         f"{f' by {holder}' if holder else ' by a process of another user'}. Set MASTER_PORT to a free one, for all "
@@ -297,22 +304,7 @@ def _announced(broadcast: Broadcast | None) -> MeetingPoint:
     return MeetingPoint(announced["address"], (announced["port"],), "", True, "which rank 0 announced by MPI")
 
 
-def _join(own: _Process, line: Line, verdict: Verdict, where: Address) -> JobStore:
-    """Wait until every rank has joined the store that this one has found."""
-    before, at = f"rank {own.place.rank} had joined, but", f"rank 0 at {where[0]} port {where[1]}"
-    store = own.store(line, verdict, where)
-    try:
-        if not store.wait_for_all(max(0.001, own.left_s)):
-            raise InitializationError.ranks_missing(store.describe_missing(), own.timeout_s, at=at, before=before)
-    except BaseException as error:
-        store.end()
-        if isinstance(error, InitializationError) or not isinstance(error, RuntimeError):
-            raise
-        raise InitializationError(f"{before} {error}") from error
-    return store
-
-
-def _find(own: _Process, point: MeetingPoint) -> tuple[Line, Verdict, Address]:
+def _find(own: _Process, point: MeetingPoint) -> Connections:
     """Search for rank 0 until it has let this process in; raise InitializationError if it refuses, or is not found."""
     place, clock, remind_s = own.place, own.clock, REMIND_S
     while True:
@@ -328,7 +320,7 @@ def _find(own: _Process, point: MeetingPoint) -> tuple[Line, Verdict, Address]:
             for address in addresses:
                 try:
                     limit_s = min(patience_s, max(0.05, own.left_s))
-                    return *_try(own, point, (address, port), limit_s), (address, port)
+                    return _try(own, point, (address, port), limit_s)
                 except ConnectionRefusedError:
                     continue
                 except TimeoutError:
@@ -353,7 +345,7 @@ def _find(own: _Process, point: MeetingPoint) -> tuple[Line, Verdict, Address]:
         time.sleep(min(max(_SHORTEST_PAUSE_S, now / 8), _LONGEST_PAUSE_S))
 
 
-def _try(own: _Process, point: MeetingPoint, where: Address, limit_s: float) -> tuple[Line, Verdict]:
+def _try(own: _Process, point: MeetingPoint, where: Address, limit_s: float) -> Connections:
     """Try to join at one port.
 
     Raises:
@@ -362,7 +354,7 @@ def _try(own: _Process, point: MeetingPoint, where: Address, limit_s: float) -> 
     """
     rank, key, at = own.place.rank, own.key, f"{where[0]} port {where[1]}"
     try:
-        line, verdict = own.knock(where, limit_s)
+        connections, verdict = own.knock(where, limit_s)
     except NoProof:
         if point.fixed:
             raise InitializationError(
@@ -378,8 +370,8 @@ def _try(own: _Process, point: MeetingPoint, where: Address, limit_s: float) -> 
             ) from None
         raise _NotHere(f"what listens on port {where[1]} proves another key ({key.source or 'none here'})") from None
     if verdict.kind == "welcome":
-        return line, verdict
-    line.close()
+        return connections
+    connections.end()
     if verdict.kind == "refused":
         raise InitializationError.rank_refused(rank, verdict.reason)
     raise _NotHere(verdict.reason or f"another job's rank 0 listens on port {where[1]}")

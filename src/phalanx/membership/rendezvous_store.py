@@ -22,10 +22,11 @@ from torch.distributed import DistError
 from phalanx.diagnosis.own_waits import AGAIN, warn_after_s
 from phalanx.diagnosis.recorder import is_kept
 from phalanx.errors import InitializationError
-from phalanx.membership.client import JobStore, WaitTimeout, ended_ranks, underlying
+from phalanx.membership.client import WaitTimeout, ended_ranks
 from phalanx.membership.liveness import Gone, gone_ranks
 from phalanx.membership.protocol import Way
-from phalanx.membership.registration import registered
+from phalanx.membership.registration import cause_for_others, registered
+from phalanx.membership.store_protocol import own_process
 from phalanx.system.host import this_host
 from phalanx.system.threads import AwakeClock
 from phalanx.words import format_named, tell
@@ -44,10 +45,10 @@ _PAUSE_S = 0.02
 _SHORTEST_WAIT_S = 0.1
 # How much longer than all steps together may take a rank waits in the last one: those that time out first say why.
 _GRACE_S = 5.0
-# The pause between two questions for a key is an eighth of the time that the wait has taken, within these limits: it
-# delays the meeting by little, and many ranks that wait for long do not flood the store.
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.05
-_LONGEST_PAUSE_S_PER_RANK = 0.0005
+# The pause between two questions for a key is a quarter of the time that the wait has taken, within these limits: it
+# delays the meeting by little, and many ranks that wait do not flood the store.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_SHORTEST_PAUSE_S_PER_RANK, _LONGEST_PAUSE_S_PER_RANK = 0.00005, 0.0015
 
 OFFER = "offer"  # the key in which rank 0 of a group offers the shared memory
 
@@ -84,15 +85,14 @@ class RendezvousStore(PrefixStore):
         name, store: the part and the whole.
         ranks: the ranks of the new group, in the world.
         world: the new group is the world.
-        rank: this process's rank in the group; with -1 it does not say for whom it waits.
+        rank: this process's rank in the group.
     """
 
     timeout: timedelta  # torch's own property, which its stubs leave out
 
-    def __init__(self, name: str, store: Store, ranks: Sequence[int], world: bool = False, rank: int = -1) -> None:
+    def __init__(self, name: str, store: Store, ranks: Sequence[int], world: bool, rank: int) -> None:
         super().__init__(name, store)
         self._ranks, self._rank, self._world = ranks, rank, world
-        self._job_store = whole if isinstance(whole := underlying(store), JobStore) else None
         # The keys that this process has written and not deleted, by their names in the whole meeting, which all its
         # parts note in the same place. Written by the thread that meets, and by others once the group is watched.
         self._whole, self._path, self._written = PrefixStore(name, store), "", dict[str, None]()
@@ -135,16 +135,12 @@ class RendezvousStore(PrefixStore):
         total_s = (self.timeout if timeout is None else timeout).total_seconds()
         if self._world and total_s > 0:
             total_s = min(total_s, _left_s() + _GRACE_S)
-        watch, limit = _Watch(self, keys), timedelta(seconds=total_s)
         is_watched = self._is_watched and total_s > 0
         try:
-            if not is_watched:  # the launcher's store ends the wait if ranks have ended; in others nobody knows of ends
-                super().wait(list(keys), limit)
-            elif self._job_store is not None:
-                with self._job_store.looking(watch.look):
-                    super().wait(list(keys), limit)
+            if is_watched:
+                self._poll(keys, total_s)
             else:
-                self._poll(keys, total_s, watch)
+                super().wait(list(keys), timedelta(seconds=total_s))
         except InitializationError:
             raise
         except RuntimeError as error:
@@ -154,16 +150,33 @@ class RendezvousStore(PrefixStore):
                 raise
             raise found from None
 
-    def _poll(self, keys: Sequence[str], total_s: float, watch: _Watch) -> None:
-        """Ask again and again: at the end of a wait that is too short torch's TCPStore writes two lines of warnings."""
-        longest_s = max(_LONGEST_PAUSE_S, _LONGEST_PAUSE_S_PER_RANK * len(self._ranks))
+    def _poll(self, keys: Sequence[str], total_s: float) -> None:
+        """Ask for keys again and again; meanwhile look for ranks that have gone, and say for whom this one waits.
+
+        At the end of a wait that is too short torch's TCPStore would write two lines of warnings.
+        """
+        size, clock = len(self._ranks), AwakeClock()
+        shortest_s = max(_SHORTEST_PAUSE_S, _SHORTEST_PAUSE_S_PER_RANK * size)
+        longest_s = max(_LONGEST_PAUSE_S, _LONGEST_PAUSE_S_PER_RANK * size)
+        every_s = max(_LOOK_S_IN_WORLD if self._world else _LOOK_S, _LOOK_S_PER_RANK * size)
+        look_at_s, nth = every_s, 0
+        say_at_s = (not is_kept() and warn_after_s()) or math.inf  # under phalanx run the launcher says it
         while not self.check(list(keys)):
-            watch.look()
-            waited_s = watch.clock.now()
+            waited_s = clock.now()
+            if waited_s >= say_at_s:
+                say_at_s, nth = AGAIN * say_at_s, nth + 1
+                self.say_who_is_missing(keys, waited_s, nth)
+            if waited_s >= look_at_s:
+                try:
+                    self.look()
+                except InitializationError:
+                    if not self.check(list(keys)):
+                        raise
+                look_at_s = clock.now() + every_s
             if waited_s >= total_s:
                 named = ", ".join(keys[:8]) + (", …" if len(keys) > 8 else "")
                 raise WaitTimeout(f"wait timeout after {total_s:g} s, keys: {named}")
-            time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s, total_s - waited_s))
+            time.sleep(min(max(shortest_s, waited_s / 4), longest_s, total_s - waited_s))
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -179,12 +192,10 @@ class RendezvousStore(PrefixStore):
 
     def explained(self, error: BaseException) -> InitializationError:
         """Return what a rank raises that cannot ask the store any more: most often the rank has gone that had it."""
-        if self._world and self._job_store is not None:
-            return self.find_stopped() or InitializationError(str(error))  # the store's own words
         registration = registered() if self._world else None
         until = time.monotonic() + _ENDING_S
-        while time.monotonic() < until and (registration is None or registration.sees_rank_0):
-            found = self._of_gone_ranks() if registration is None else registration.find_rank_0_ended()
+        while time.monotonic() < until and (not self._world or (registration and registration.sees_rank_0)):
+            found = registration.find_rank_0_ended() if registration else self._of_gone_ranks()
             if found is not None:
                 return found
             time.sleep(_PAUSE_S)
@@ -195,10 +206,11 @@ class RendezvousStore(PrefixStore):
         if not self._world:
             return self._of_gone_ranks()
         registration = registered()
-        return self._known_to_launcher() if registration is None else registration.look()
+        found = None if registration is None else registration.look()
+        return found or self._known_to_store()
 
-    def _known_to_launcher(self) -> InitializationError | None:
-        ended = [each for each in ended_ranks(underlying(self)) if each.rank in self._ranks]
+    def _known_to_store(self) -> InitializationError | None:
+        ended = [each for each in ended_ranks(self) if each.rank in self._ranks]
         if not ended:
             return None
         first = ended[0]
@@ -206,6 +218,10 @@ class RendezvousStore(PrefixStore):
             return self._error_of(first.rank, Gone(first.pid, first.host or this_host().name, Way.ENDED, first.how))
         call = "phalanx.init()" if _deadline is not None else "init_process_group()"
         return InitializationError.ranks_ended({each.rank: each.host for each in ended if not each.how}, call)
+
+    def cause_for_others(self, error: BaseException) -> InitializationError | None:
+        """Return what the other ranks raise when an exception ends this rank's part; None if it names no rank."""
+        return cause_for_others(error, own_process(self._ranks[self._rank]), self._group)
 
     def await_gone(self) -> InitializationError | None:
         """Return the error for the rank that has gone, of which this process sees the effects; it may take seconds."""
@@ -264,7 +280,7 @@ class RendezvousStore(PrefixStore):
         """
         lacking = [key for key in keys if not self.check([key])]
         missing = {_rank_of(key) for key in lacking}
-        if missing and -1 not in missing and self._rank >= 0 and self.is_first_to_set(f"said/{lacking[0]}/{nth}"):
+        if missing and -1 not in missing and self.is_first_to_set(f"said/{lacking[0]}/{nth}"):
             if (stopped := self.find_stopped()) is not None:
                 tell(str(stopped))
                 return
@@ -278,41 +294,11 @@ class RendezvousStore(PrefixStore):
     @property
     def _is_watched(self) -> bool:
         """Return whether anybody could know that a rank of the group has gone."""
-        return registered() is not None if self._world else gone_ranks(()) is not None
+        return registered() is not None or is_kept() if self._world else gone_ranks(()) is not None
 
     @property
     def _group(self) -> str:
         return format_named("rank", self._ranks)
-
-
-class _Watch:
-    """A wait for keys, as its rank spends it: look for ranks that have gone, and say for whom it waits."""
-
-    def __init__(self, store: RendezvousStore, keys: Sequence[str]) -> None:
-        self._store, self._keys = store, keys
-        self.clock = AwakeClock()
-        self._every_s = max(_LOOK_S_IN_WORLD if store._world else _LOOK_S, _LOOK_S_PER_RANK * len(store._ranks))
-        self._next_s = self._every_s
-        # Under phalanx run the launcher says it.
-        self._says_at_s, self._said = (not is_kept() and warn_after_s()) or math.inf, 0
-
-    def look(self) -> None:
-        """Look, if it is time; raise why the keys will not come."""
-        waited_s = self.clock.now()
-        if waited_s >= self._says_at_s:
-            self._says_at_s, self._said = AGAIN * self._says_at_s, self._said + 1
-            self._store.say_who_is_missing(self._keys, waited_s, self._said)
-        if waited_s >= self._next_s:
-            self.refuse_gone()
-            self._next_s = self.clock.now() + self._every_s
-
-    def refuse_gone(self) -> None:
-        """Raise the error for a rank that has gone, unless the keys are there."""
-        try:
-            self._store.look()
-        except InitializationError:
-            if not self._store.check(list(self._keys)):
-                raise
 
 
 def _rank_of(key: str) -> int:

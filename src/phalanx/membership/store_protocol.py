@@ -109,13 +109,13 @@ class Verdict:
     """Rank 0's answer to a claim.
 
     Attributes:
-        kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job; ``earlier``: this is rank 0 of an
-            earlier attempt, which will end.
+        kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job, or of an earlier world of this one,
+            which will end.
         reason: why the process is not welcome, for people.
         pid, host, start, sight: rank 0's process, if the caller is welcome.
     """
 
-    kind: Literal["welcome", "refused", "other", "earlier"]
+    kind: Literal["welcome", "refused", "other"]
     reason: str = ""
     pid: int = 0
     host: str = ""
@@ -169,12 +169,11 @@ def _printable(text: str) -> str:
 class Code:
     """Codes of requests, then of answers.
 
-    The fields of a request are keys, or keys and values in turn. The number of ADD is the summand. EVERYBODY waits
-    until all ranks have joined, MISSING describes those that have not, and WILL is what the store sets, if the key has
-    no value, when the connections of this rank end; an empty value takes it back.
+    The fields of a request are keys, or keys and values in turn. The number of ADD is the summand. MISSING describes
+    the ranks that have not joined.
     """
 
-    SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY, MISSING, WILL = range(1, 14)
+    SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, MISSING = range(1, 12)
     # DONE carries the result, as a number or as fields. The field of FAILED is the reason.
     DONE, FAILED = 0, 1
 

@@ -9,7 +9,7 @@ The thread alone uses the table, the seats and the door. Other threads give it t
 
 from __future__ import annotations
 
-import os
+import json
 import secrets
 import socket
 import threading
@@ -17,7 +17,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from phalanx.membership.loop import Connection, Loop
+from phalanx.membership.launcher_store import ENDED, EndedRank
+from phalanx.membership.loop import Channel, Loop
 from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
 from phalanx.membership.table import Table, Wait
 from phalanx.system.exit_order import Stage, at_exit
@@ -26,7 +27,6 @@ from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Address, NoProof, PassedOn, WrongKey
-from phalanx.wire.session import Session
 from phalanx.words import format_named, format_spans, tell
 
 __all__ = ["Seats", "StoreServer"]
@@ -35,7 +35,6 @@ __all__ = ["Seats", "StoreServer"]
 MOST_COMPLAINTS = 16
 # How long rank 0's process, when it ends, waits for ranks that still read its answers.
 LINGER_S = 0.3
-ALL = b"all"
 
 
 class Seats:
@@ -59,7 +58,12 @@ class Seats:
         return len(self._taken) == self.own.world_size
 
     def describe_missing(self) -> str:
-        """Name the missing ranks, for people, and what may be the reason: one was refused, or none came of a node."""
+        """Name the missing ranks, for people, and what may be the reason: one was refused, or none came of a node.
+
+        The text is empty when all have come.
+        """
+        if self.complete:
+            return ""
         missing = [rank for rank in range(self.own.world_size) if rank not in self._taken]
         text = f"{format_named('rank', missing)} of {self.own.world_size}"
         nodes = {claim.node_rank for claim in self._taken.values()}
@@ -77,7 +81,7 @@ class Seats:
         if claim.job != own.job:
             return Verdict("other")
         if (claim.attempt, claim.opening) > (own.attempt, own.opening):
-            return Verdict("earlier", f"rank 0 ({own.name}) is still in attempt {own.attempt}, world {own.opening}")
+            return Verdict("other", f"rank 0 ({own.name}) is still in attempt {own.attempt}, world {own.opening}")
         reason = self._why_refused(claim)
         if reason:
             self._refused = reason
@@ -116,22 +120,19 @@ class Seats:
 class _Conversation:
     """The requests of one connection, and the answers."""
 
-    def __init__(self, store: StoreServer, connection: Connection, claim: Claim, session: Session) -> None:
-        self.claim, self.connection = claim, connection
-        self._store, self._session = store, session
-        self._data = bytearray()
+    def __init__(self, store: StoreServer, claim: Claim, say: Callable[[bytes], object]) -> None:
+        self.claim = claim
+        self._store, self._say = store, say
         self._wait: Wait | None = None  # that of the request which is not answered yet
 
-    def hear(self, data: bytes) -> None:
-        """Carry out the requests that are whole; raise Malformed if there are others."""
-        self._data += data
-        for message in self._session.take_messages(self._data):
-            if self._wait is not None:
-                raise Malformed("a request came before the last one was answered")
-            try:
-                self._carry_out(*unpack(message))
-            except ValueError as error:
-                self.reply(Code.FAILED, 0, [str(error).encode()])
+    def take(self, message: bytes) -> None:
+        """Carry out a request; raise Malformed if it is none."""
+        if self._wait is not None:
+            raise Malformed("a request came before the last one was answered")
+        try:
+            self._carry_out(*unpack(message))
+        except ValueError as error:
+            self.reply(Code.FAILED, 0, [str(error).encode()])
 
     def end(self) -> None:
         """Forget what this connection waits for: it has gone."""
@@ -146,16 +147,13 @@ class _Conversation:
             message = pack(code, number, fields)
         except ValueError as error:
             message = pack(Code.FAILED, 0, [str(error).encode()])
-        self.connection.send(self._session.seal(message))
+        self._say(message)
 
     def _carry_out(self, code: int, number: int, fields: list[bytes]) -> None:
         table, result, said = self._store.table, 0, list[bytes]()
         match code, fields:
             case ((Code.READ | Code.WAIT), keys):
-                self._await(table, keys, reads=code == Code.READ)
-                return
-            case Code.EVERYBODY, _:
-                self._await(self._store.joined, [ALL])
+                self._await(keys, reads=code == Code.READ)
                 return
             case ((Code.SET | Code.APPEND), _) if len(fields) % 2 == 0:
                 put = table.set if code == Code.SET else table.append
@@ -174,19 +172,18 @@ class _Conversation:
             case Code.LIST, _:
                 said = list(table.entries)
             case Code.MISSING, _:
+                if self._store.given_up:
+                    raise ValueError(self._store.given_up)
                 said = [self._store.seats.describe_missing().encode()]
-            case Code.WILL, [key, value]:
-                self._store.wills[self.claim.rank] = key, value
             case _:
                 raise ValueError(f"there is no request with the code {code} and {len(fields)} fields")
         self.reply(Code.DONE, result, said)
 
-    def _await(self, table: Table, keys: list[bytes], *, reads: bool = False) -> None:
-        def finish(why: str) -> None:
-            values = [table.entries.get(key, b"") for key in keys] if reads else []
-            self.reply(Code.FAILED if why else Code.DONE, 0, [why.encode()] if why else values)
-
-        wait = table.wait(keys, finish)
+    def _await(self, keys: list[bytes], *, reads: bool) -> None:
+        entries = self._store.table.entries
+        wait = self._store.table.wait(
+            keys, lambda: self.reply(Code.DONE, 0, [entries.get(key, b"") for key in keys] if reads else [])
+        )
         if wait.missing:
             self._wait = wait
 
@@ -210,11 +207,11 @@ class StoreServer:
     ) -> None:
         self.seats, self.key = seats, key
         self.table, self.loop = Table(), Loop("phalanx-store")
-        self.joined = Table()  # has ALL when every rank has joined
-        self.wills: dict[int, tuple[bytes, bytes]] = {}
+        self.given_up = ""  # why the ranks do not meet; written by the thread that waits for them
+        self._ended: list[EndedRank] = []
         self.where: Address = listener.getsockname()[:2]
         self._say, self._complaints = say, 0
-        self._retired, self._over = False, ""
+        self._retired = self._over = False
         self._conversations: set[_Conversation] = set()
         self._door = Door(
             listener, key, ROLE, KEEP_ALIVE, self.loop.selector, self._admit, self._on_refused, announced=announced
@@ -243,9 +240,9 @@ class StoreServer:
         if self.loop.call(retire) and threading.current_thread() is not self.loop.thread:
             done.wait(LINGER_S)
 
-    def stop(self, why: str = "rank 0 has left") -> None:
-        """Answer every waiting request with ``why``, close all connections, and end the thread."""
-        self.loop.call(lambda: self._stop(why))
+    def stop(self) -> None:
+        """Close all connections, and end the thread."""
+        self.loop.call(self._stop)
         self.loop.thread.join(LINGER_S)
 
     def linger(self, until: float) -> None:
@@ -254,18 +251,10 @@ class StoreServer:
         self.loop.thread.join(max(0.0, until - time.monotonic()))
         self.stop()
 
-    def let_go(self) -> None:
-        """In a forked child: close what belongs to the parent, whose thread is not here."""
-        self._door.let_go()
-        self.loop.let_go()
-        _servers.discard(self)
-
     # -- the thread ------------------------------------------------------------------------------------
 
-    def _stop(self, why: str) -> None:
-        self._over = why
-        self.table.fail(why)
-        self.joined.fail(why)
+    def _stop(self) -> None:
+        self._over = True
         self._door.close()
         for connection in list(self.loop.connections):
             connection.close()
@@ -273,7 +262,7 @@ class StoreServer:
 
     def _stop_if_unused(self) -> None:
         if self._retired and not self._over and not self.loop.connections:
-            self._stop("rank 0 has left")
+            self._stop()
 
     def on_gone(self, conversation: _Conversation) -> None:
         """Note that a connection has ended: if it was its rank's last, nobody should wait for that rank."""
@@ -285,8 +274,9 @@ class StoreServer:
         if not self.seats.complete and claim.rank:
             self.seats.leave(claim.rank)
             self._say(f"rank {claim.rank} ({claim.name}) has left again before all ranks had come")
-        elif (will := self.wills.pop(claim.rank, None)) and will[1]:
-            self.table.compare_set(will[0], b"", will[1])
+        elif claim.rank:
+            self._ended.append(EndedRank(claim.rank, claim.pid, claim.host, "or given up"))
+            self.table.set(ENDED.encode(), json.dumps(self._ended).encode())
 
     def _admit(self, arrival: Arrival) -> None:
         """Judge the claim of a process that has proven the key, and let it use the store if it is welcome."""
@@ -303,19 +293,17 @@ class StoreServer:
             if verdict.kind == "refused":
                 self._say(f"refused a process: {verdict.reason}")
             return
-        connection = Connection(self.loop, arrival.sock)
-        conversation = _Conversation(self, connection, claim, arrival.proven.session())
+        channel = Channel(self.loop, arrival.sock, arrival.proven.session(), lambda request: conversation.take(request))
+        conversation = _Conversation(self, claim, channel.say)
 
         def ended(why: Exception | None) -> None:
             if isinstance(why, Malformed):
                 self._complain(arrival.peer, f"sent bytes that are not a request ({why})")
             conversation.end()
 
-        connection.hear, connection.ended = conversation.hear, ended
+        channel.ended = ended
         self._conversations.add(conversation)
-        if self.seats.complete:
-            self.joined.set(ALL, b"")
-        connection.take(arrival.rest)
+        channel.take(arrival.rest)
 
     def _on_refused(self, peer: str, why: Exception) -> None:
         match why:
@@ -351,10 +339,4 @@ def _at_exit() -> None:
         server.linger(until)
 
 
-def _after_fork() -> None:
-    for server in list(_servers):
-        server.let_go()
-
-
 at_exit(Stage.END_STORES, _at_exit)
-os.register_at_fork(after_in_child=_after_fork)

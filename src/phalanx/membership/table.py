@@ -18,14 +18,12 @@ class Wait:
     Attributes:
         keys: all of them.
         missing: those that are not there yet.
-        finish: called once, with an empty text when all are there, else with the reason why they will not come.
+        finish: called once, when all are there.
     """
 
     __slots__ = ("_waits", "finish", "keys", "missing")
 
-    def __init__(
-        self, keys: Collection[bytes], finish: Callable[[str], object], waits: dict[bytes, list[Wait]]
-    ) -> None:
+    def __init__(self, keys: Collection[bytes], finish: Callable[[], object], waits: dict[bytes, list[Wait]]) -> None:
         self.keys, self.finish, self._waits = keys, finish, waits
         self.missing: set[bytes] = set()
 
@@ -35,11 +33,11 @@ class Wait:
         for key in self.missing:
             self._waits.setdefault(key, []).append(self)
         if not self.missing:
-            self.finish("")
+            self.finish()
 
     def forget(self) -> None:
         """Wait no longer: nobody is there to be told."""
-        self.finish = lambda why: None
+        self.finish = lambda: None
         for key in self.missing:
             waits = self._waits.get(key, [])
             if self in waits:
@@ -106,19 +104,11 @@ class Table:
             del self.queues[key]
         return value
 
-    def wait(self, keys: Collection[bytes], finish: Callable[[str], object], *, anew: bool = False) -> Wait:
+    def wait(self, keys: Collection[bytes], finish: Callable[[], object], *, anew: bool = False) -> Wait:
         """Call ``finish`` as soon as all keys are there, which may be now; with ``anew`` they have to be set again."""
         wait = Wait(keys, finish, self._waits)
         wait.park(keys if anew else [key for key in keys if not self.has(key)])
         return wait
-
-    def fail(self, why: str, is_vain: Callable[[bytes], bool] = lambda key: True) -> None:
-        """Finish the waits for such keys, which will not come for this reason."""
-        for key in [key for key in self._waits if is_vain(key)]:
-            for wait in list(self._waits.get(key, ())):
-                finish = wait.finish
-                wait.forget()
-                finish(why)
 
     def _arrived(self, key: bytes, waits: Iterable[Wait]) -> None:
         for wait in waits:

@@ -157,8 +157,9 @@ def _offer(
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
         # reach, they find that themselves.
         outcome = f"rank 0 gave up ({type(error).__name__}: {error})", "", ()
-        if isinstance(error, InitializationError) and error.rank >= 0:
-            outcome = str(error), "", (error.rank, error.pid, error.host)
+        cause = store.cause_for_others(error) if isinstance(store, RendezvousStore) else None
+        if cause is not None:
+            outcome = str(cause), "", (cause.rank, cause.pid, cause.host)
         with contextlib.suppress(RuntimeError):
             _publish(store, name, outcome)
         raise
