@@ -1,7 +1,7 @@
 """The engine that carries a group's collectives between hosts: messages of the core in a mailbox of their own.
 
 It has connections of its own, so that no collective waits behind a message of the program. What is sent is raw bytes,
-in the order of the calls with one tag. A receive may have room for more than what is sent, never for less.
+in the order of the calls with one tag. With the tag :data:`FRAMES` a receive may have room for more than what is sent.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from phalanx.native.core import End, Status
 from phalanx.transports.hierarchical.connections import RemoteMail
 from phalanx.transports.hierarchical.layout import Layout
 
-__all__ = ["Engine", "PeerAbsent", "Transfer", "TransferFailed", "TransferLate"]
+__all__ = ["FRAMES", "CallsDiffer", "Engine", "PeerAbsent", "Transfer", "TransferFailed", "TransferLate"]
 
-_RAW = 0  # the dtype of raw bytes
+FRAMES = 0  # the tag of the leaders' frames
+_RAW, _EXACT = 0, 1  # dtypes: of bytes that may be fewer than there is room for, and of others
+
+
+class CallsDiffer(Exception):
+    """The ranks' calls do not match."""
 
 
 class TransferFailed(Exception):
@@ -58,7 +63,7 @@ class Transfer:
         self._engine, self._handle, self.tensor, self.peer = engine, handle, tensor, peer
 
     def wait(self) -> None:
-        """Return when it is done, or raise :class:`TransferFailed`."""
+        """Return when it is done, or raise :class:`TransferFailed`, or :class:`CallsDiffer`."""
         handle, self._handle = self._handle, 0
         if handle:
             self._engine.finish(handle, self.peer)
@@ -70,7 +75,6 @@ class Engine(RemoteMail):
     A tensor may not change until its transfer is done. After an error the group is broken.
     """
 
-    name = "TCP"
     _spin = 0  # where ranks share cores, yielding took up to twenty times as long as sleeping on the connection
 
     def __init__(self, layout: Layout, group: GroupAbort, timeout: timedelta) -> None:
@@ -113,14 +117,16 @@ class Engine(RemoteMail):
     def _message(self, comm: int, tensor: torch.Tensor, peer: int, tag: int) -> tuple[object, ...]:
         if not comm:
             raise TransferFailed(peer, "the group is closed")
-        return comm, tensor.data_ptr(), byref(End(tensor.nbytes, _RAW, 0)), peer, tag
+        return comm, tensor.data_ptr(), byref(End(tensor.nbytes, _EXACT if tag else _RAW, 0)), peer, tag
 
     def _begun(self, handle: int | None, tensor: torch.Tensor, peer: int) -> Transfer:
         if not handle:
             raise BackendError("there is no memory for a message between hosts")
         return Transfer(self, handle, tensor, peer)
 
-    def _failure(self, status: int, peer: int) -> TransferFailed:
+    def _failure(self, status: int, peer: int) -> Exception:
+        if status == Status.DIFFERS:
+            return CallsDiffer()
         if status == Status.OVERDUE:
             return TransferLate(peer, f"nothing was moved for {self._timeout_s:g} s")
         if status == Status.PEER_LEFT:

@@ -30,13 +30,13 @@ from phalanx.native.core import TEXT_BYTES
 from phalanx.system import processes
 from phalanx.transports.call_check import fingerprint
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.engine import PeerAbsent, TransferFailed, TransferLate
+from phalanx.transports.hierarchical.engine import CallsDiffer, PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.wording import Wording
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import MessageEnd, ends_of, text_of_call, unequal_ends
 
-__all__ = ["CallsDiffer", "Crossed", "EndsDiffer", "Messages", "PresentCall", "Reason"]
+__all__ = ["Crossed", "EndsDiffer", "Messages", "PresentCall", "Reason"]
 
 # How long to wait for what another rank has found: where a transfer has failed, and where one of this host has said so.
 PATIENCE_S, PROMPT_S = 2.0, 0.5
@@ -48,10 +48,6 @@ _Words = tuple[Callable[..., str], tuple[Any, ...], CallSite | None, threading.T
 
 class Crossed(Exception):
     """Two ranks have called two lines in different orders, and the user wants that to be an error; says which."""
-
-
-class CallsDiffer(Exception):
-    """The ranks' calls do not match."""
 
 
 class EndsDiffer(CallsDiffer):

@@ -33,7 +33,6 @@ __all__ = ["SharedMemoryCommunicator"]
 
 _ALL = (1 << 32) - 1
 
-_Place = tuple[int, int]  # an address, and how many bytes lie there
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
 
 
@@ -249,12 +248,6 @@ class SharedMemoryCommunicator(Communicator):
             fill_unevenly(self._pointers, self._sizes, tensor, input_counts),
             output.dtype,
         )
-
-    def all_to_all_at(self, outputs: Sequence[_Place], inputs: Sequence[_Place], dtype: torch.dtype) -> None:
-        """:meth:`all_to_all` of parts that lie at addresses, one of so many bytes for each rank."""
-        self._other_pointers[:], self._other_sizes[:] = [at for at, _ in outputs], [nbytes for _, nbytes in outputs]
-        self._pointers[:], self._sizes[:] = [at for at, _ in inputs], [nbytes for _, nbytes in inputs]
-        self._all_to_all(self._other_pointers, self._pointers, dtype)
 
     def _all_to_all(self, outputs: Pointers, inputs: Pointers, dtype: torch.dtype) -> None:
         status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, DTYPES[dtype])
