@@ -31,7 +31,6 @@ __all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "LinePairs", "Wish", "cr
 # come of it.
 MOST_JUDGED = 64
 _NUMBERS = {name: number for number, name in enumerate(COLLECTIVES, start=1)}
-_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
 
 
 def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> int:
@@ -44,7 +43,7 @@ def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> i
     """
     if tensor is None:
         return hash((_NUMBERS[name], op, root))
-    return hash((_NUMBERS[name], _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.numel(), shape_word(tensor.shape)))
+    return hash((_NUMBERS[name], DTYPES[tensor.dtype], op, root, tensor.numel(), shape_word(tensor.shape)))
 
 
 @cache

@@ -22,8 +22,7 @@ from phalanx.native.core import library
 from phalanx.transports.hierarchical.engine import Transfer
 from phalanx.transports.hierarchical.frames import NOTHING, Schedules
 from phalanx.transports.hierarchical.layout import in_chunks
-from phalanx.transports.operands import AVG, SUM, reducible
-from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.transports.operands import AVG, DTYPES, OP_NUMBERS, SUM, reducible
 
 __all__ = ["Reductions"]
 
@@ -50,7 +49,7 @@ class Reductions(Schedules):
         else:
             nbytes, data = flat.nbytes, (flat.data_ptr(), flat.nbytes)
             self.local.reduce(flat, 0, _summed(op))
-            found = self.frames.meet(call, data, partial(_add_into, flat, op), nbytes)
+            found = self.frames.meet(call, data, partial(_add_into, flat, _summed(op)), nbytes)
             ctypes.memmove(flat.data_ptr(), found, nbytes)
         self._divide(flat, op)
 
@@ -72,7 +71,9 @@ class Reductions(Schedules):
         own = sums.data_ptr(), flat.nbytes
 
         def add(parts: Sequence[int], to: int) -> bool:
-            return _add_into(flat, op, [own[0] if number == host else at for number, at in enumerate(parts)], to)
+            return _add_into(
+                flat, _summed(op), [own[0] if number == host else at for number, at in enumerate(parts)], to
+            )
 
         if host != self.layout.host:
             self.frames.meet(call, own)
@@ -311,8 +312,7 @@ def _add_into(like: torch.Tensor, op: int, parts: Sequence[int], to: int) -> boo
     ``like`` is as long as each part, and of its dtype. The result goes to the address ``to`` and overlaps none of them.
     """
     pointers = (ctypes.c_void_p * len(parts))(*parts)
-    dtype, number = DTYPE_NUMBERS[like.dtype][0], OP_NUMBERS[_summed(op)]
-    status = library().phx_combine(pointers, len(parts), to, like.numel(), dtype, number)
+    status = library().phx_combine(pointers, len(parts), to, like.numel(), DTYPES[like.dtype], OP_NUMBERS[op])
     if status:
         raise BackendError(f"the core cannot combine {like.dtype} by operation {op} (status {status})")
     return True

@@ -22,10 +22,9 @@ from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Crossing, Goi
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.call_check import MOST_JUDGED, Wish, crossed_lines
 from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.operands import reducible
+from phalanx.transports.operands import DTYPES, OP_NUMBERS, reducible
 from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
-from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED, Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment, share_parts
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 
@@ -33,6 +32,7 @@ __all__ = ["SharedMemoryCommunicator"]
 
 _ALL = (1 << 32) - 1
 
+_Pointers = ctypes.Array[ctypes.c_void_p]
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
 
 
@@ -169,7 +169,7 @@ class SharedMemoryCommunicator(Communicator):
     # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        data, dtype = tensor.data_ptr(), REDUCED[tensor.dtype]
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
         status = self._core.phx_all_reduce(
             self._comm, data, data, tensor.numel(), dtype, OP_NUMBERS[op], shape_word(tensor.shape)
         )
@@ -177,20 +177,20 @@ class SharedMemoryCommunicator(Communicator):
             self._fail(status, "all_reduce", tensor, op)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        data, dtype = tensor.data_ptr(), REDUCED[tensor.dtype]
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
         status = self._core.phx_reduce(
             self._comm, data, data, tensor.numel(), dtype, OP_NUMBERS[op], root, shape_word(tensor.shape)
         )
         self._end(status, "reduce", tensor, op, root, heard=root == self.rank)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        self._reduce_scatter(fill(self._pointers, inputs), output, op)
+        self._reduce_scatter(_fill(self._pointers, inputs), output, op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
-        self._reduce_scatter(fill_evenly(self._pointers, tensor, output.nbytes), output, op)
+        self._reduce_scatter(_fill_evenly(self._pointers, tensor, output.nbytes), output, op)
 
-    def _reduce_scatter(self, inputs: Pointers, output: torch.Tensor, op: int) -> None:
-        data, dtype = output.data_ptr(), REDUCED[output.dtype]
+    def _reduce_scatter(self, inputs: _Pointers, output: torch.Tensor, op: int) -> None:
+        data, dtype = output.data_ptr(), DTYPES[output.dtype]
         status = self._core.phx_reduce_scatter(
             self._comm, inputs, data, output.numel(), dtype, OP_NUMBERS[op], shape_word(output.shape)
         )
@@ -203,30 +203,30 @@ class SharedMemoryCommunicator(Communicator):
         self._end(status, "broadcast", tensor, None, root, heard=root != self.rank and self.size == 2)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self._all_gather(fill(self._pointers, outputs), tensor)
+        self._all_gather(_fill(self._pointers, outputs), tensor)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._all_gather(fill_evenly(self._pointers, output, tensor.nbytes), tensor)
+        self._all_gather(_fill_evenly(self._pointers, output, tensor.nbytes), tensor)
 
-    def _all_gather(self, outputs: Pointers, tensor: torch.Tensor) -> None:
+    def _all_gather(self, outputs: _Pointers, tensor: torch.Tensor) -> None:
         data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
         status = self._core.phx_all_gather(self._comm, data, outputs, tensor.nbytes, dtype, shape_word(tensor.shape))
         if status:
             self._fail(status, "all_gather", tensor)
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        self._gather(None if outputs is None else fill(self._pointers, outputs), tensor, root)
+        self._gather(None if outputs is None else _fill(self._pointers, outputs), tensor, root)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
-        self._gather(None if output is None else fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
+        self._gather(None if output is None else _fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
 
-    def _gather(self, outputs: Pointers | None, tensor: torch.Tensor, root: int) -> None:
+    def _gather(self, outputs: _Pointers | None, tensor: torch.Tensor, root: int) -> None:
         data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
         status = self._core.phx_gather(self._comm, data, outputs, tensor.nbytes, dtype, root, shape_word(tensor.shape))
         self._end(status, "gather", tensor, None, root, heard=root == self.rank)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        parts = None if inputs is None else fill(self._pointers, inputs)
+        parts = None if inputs is None else _fill(self._pointers, inputs)
         data, dtype = output.data_ptr(), DTYPES[output.dtype]
         status = self._core.phx_scatter(self._comm, parts, data, output.nbytes, dtype, root, shape_word(output.shape))
         self._end(status, "scatter", output, None, root, heard=root != self.rank and self.size == 2)
@@ -234,7 +234,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._sizes[:] = [tensor.nbytes for tensor in inputs]
         self._other_sizes[:] = [tensor.nbytes for tensor in outputs]
-        self._all_to_all(fill(self._other_pointers, outputs), fill(self._pointers, inputs), outputs[0].dtype)
+        self._all_to_all(_fill(self._other_pointers, outputs), _fill(self._pointers, inputs), outputs[0].dtype)
 
     def all_to_all_single(
         self,
@@ -244,12 +244,12 @@ class SharedMemoryCommunicator(Communicator):
         input_counts: Sequence[int],
     ) -> None:
         self._all_to_all(
-            fill_unevenly(self._other_pointers, self._other_sizes, output, output_counts),
-            fill_unevenly(self._pointers, self._sizes, tensor, input_counts),
+            _fill_unevenly(self._other_pointers, self._other_sizes, output, output_counts),
+            _fill_unevenly(self._pointers, self._sizes, tensor, input_counts),
             output.dtype,
         )
 
-    def _all_to_all(self, outputs: Pointers, inputs: Pointers, dtype: torch.dtype) -> None:
+    def _all_to_all(self, outputs: _Pointers, inputs: _Pointers, dtype: torch.dtype) -> None:
         status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, DTYPES[dtype])
         # The receiver alone compares the sizes of a pair.
         unheard = recorder.number_here() or capture(2), exchanged, (dtype, bytes(self._sizes), bytes(self._other_sizes))
@@ -404,3 +404,31 @@ class SharedMemoryCommunicator(Communicator):
         what = f"{call} at {site}" if site else call
         own_timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return with_own_wait(explain(comm, self.rank, self._names, what, own_timeout_s))
+
+
+def _fill(pointers: _Pointers, tensors: Sequence[torch.Tensor]) -> _Pointers:
+    """The address of each tensor."""
+    for index, tensor in enumerate(tensors):
+        pointers[index] = tensor.data_ptr()
+    return pointers
+
+
+def _fill_evenly(pointers: _Pointers, whole: torch.Tensor, nbytes: int) -> _Pointers:
+    """The addresses of a tensor's pieces of ``nbytes`` each."""
+    at = whole.data_ptr()
+    for index in range(len(pointers)):
+        pointers[index] = at
+        at += nbytes
+    return pointers
+
+
+def _fill_unevenly(
+    pointers: _Pointers, sizes: ctypes.Array[ctypes.c_uint64], whole: torch.Tensor, counts: Sequence[int]
+) -> _Pointers:
+    """The addresses and sizes of a tensor's pieces of so many elements each."""
+    at, itemsize = whole.data_ptr(), whole.element_size()
+    for index, count in enumerate(counts):
+        pointers[index] = at
+        sizes[index] = nbytes = count * itemsize
+        at += nbytes
+    return pointers

@@ -25,8 +25,8 @@ from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.system.processes import state_text
 from phalanx.transports.contract import COLLECTIVES
+from phalanx.transports.operands import DTYPES
 from phalanx.transports.shm.mailbox import Mailbox
-from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 
 __all__ = [
     "MessageEnd",
@@ -47,7 +47,7 @@ PATIENCE_S = 0.3
 # delay that.
 NOTICED_PATIENCE_S = 2.0
 _MOST_READ = 16  # recorders, of which each takes some milliseconds
-_DTYPES = {number: dtype for dtype, (_, number) in DTYPE_NUMBERS.items()}
+_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 _WAYS = {Going.LEFT: Way.LEFT, Going.FAILED: Way.FAILED, Going.ENDED: Way.ENDED, Going.REPLACED: Way.REPLACED}
 
 # -- calls in words -----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, l
 from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
 from phalanx.transports.contract import GLANCE_S, SENT, Message
-from phalanx.transports.shm.numbers import DTYPES
+from phalanx.transports.operands import DTYPES
 
 __all__ = ["Elsewhere", "Mailbox", "SharedMemoryMessage"]
 
