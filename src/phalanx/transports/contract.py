@@ -359,4 +359,4 @@ class Communicator(ABC):
 
     def rest(self) -> None:
         """Move messages along, and sleep until one may be done, for less than a tenth of a second."""
-        time.sleep(0.002)
+        time.sleep(0.0005)

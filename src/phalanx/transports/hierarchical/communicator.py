@@ -111,10 +111,6 @@ class HierarchicalCommunicator(Reductions, Copies):
     def end_messages(self) -> None:
         self.messages.end()
 
-    def compare_rest(self, patience_s: float) -> bool:
-        self.call.compare_last(patience_s)
-        return True
-
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Find those of these ranks that have gone (``membership/liveness.py``)."""
         found = self._reason.gone([rank for rank in ranks if rank not in self.layout.here])

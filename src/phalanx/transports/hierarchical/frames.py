@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.native.core import library
-from phalanx.transports.call_check import Judgements, LinePairs, Wish
+from phalanx.transports.call_check import LinePairs, Wish
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.engine import FRAMES, CallsDiffer, Engine, Transfer
+from phalanx.transports.hierarchical.engine import FRAMES, Engine, Transfer
 from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes
-from phalanx.transports.hierarchical.reason import Crossed, PresentCall
+from phalanx.transports.hierarchical.reason import CallsDiffer, Crossed, PresentCall
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 __all__ = ["HEAD_BYTES", "NOTHING", "Data", "Frames", "Make", "Schedules"]
@@ -178,9 +178,8 @@ class _Lines:
 
     def __init__(self, rank: int, peers: Mapping[int, int], tells: Callable[[], bool]) -> None:
         self._tells, self._wish = tells, Wish.read()
-        judgements = Judgements(self._wish)
         compared = {} if self._wish == Wish.IGNORE else peers
-        self._pairs = {host: LinePairs(rank, peer, judgements) for host, peer in compared.items() if peer != rank}
+        self._pairs = {host: LinePairs(rank, peer, self._wish) for host, peer in compared.items() if peer != rank}
 
     def own(self) -> int:
         """Return the number of the line that calls this thread's collective; 0 if it is not known."""
@@ -190,10 +189,14 @@ class _Lines:
         """Compare the line of this leader's call with those of equal calls, by host; may raise Crossed."""
         for host, pairs in self._pairs.items():
             crossed = pairs.meet(mine, theirs[host])
-            if crossed is not None and self._wish == Wish.ERROR:
+            if crossed is None:
+                continue
+            if self._wish == Wish.ERROR:
                 raise Crossed(crossed.briefly())
-            if crossed is not None and self._tells():
+            if self._tells():
                 crossed.warn()
+            self._pairs = {}
+            return
 
 
 def _padded(nbytes: int) -> int:

@@ -21,9 +21,9 @@ from phalanx.transports.contract import Communicator
 from phalanx.transports.hierarchical.connections import RemoteMail
 from phalanx.transports.hierarchical.engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.reason import EndsDiffer, Reason
+from phalanx.transports.hierarchical.reason import Reason
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.explanation import MessageEnd
+from phalanx.transports.shm.explanation import MessageEnd, unequal_ends
 
 __all__ = ["HierarchicalMessages"]
 
@@ -59,27 +59,29 @@ class HierarchicalMessages(RemoteMail):
         self._reason, self._break_group = reason, break_group
 
     def dial(self, peer: int) -> None:
+        """Connect to a rank that is not dialled yet in the background, as there is a message for it."""
         try:
             super().dial(peer)
         except BackendError as error:
             raise self.explain(error, f"send to rank {peer}") from None
 
     def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
+        """Make the error of a message of its status; it breaks the group, unless the peer has left in order."""
         if status == Status.OVERDUE:
             return self.explain(self._late(peer, words), words)
         if ends is not None and peer is not None:
             sent, line, own = ends
             at_sender = MessageEnd(peer, sent.nbytes, sent.dtype, line)
             here = MessageEnd(self._rank, own.nbytes, own.dtype, recorder.place_of(own.site))
-            return self.explain(EndsDiffer(at_sender, here), words)
+            return self.explain(unequal_ends(at_sender, here), words)
         if self._group.fact is not None:  # and the peer left because of that
-            return self.explain(TransferFailed(-1 if peer is None else peer, "the group is broken"), words)
+            return self.explain(TransferFailed(-1 if peer is None else peer), words)
         if peer is None:
             return with_own_wait(PeerLost.left_before_message(words))
         if status == Status.PEER_LEFT or self._group.has_left(peer):
             pid, host = self._group.pids[peer], self._layout.name(peer)
             return with_own_wait(PeerLost.left_before_message(words, group_rank=peer, pid=pid, host=host))
-        return self.explain(TransferFailed(peer, "the connection has ended"), words)
+        return self.explain(TransferFailed(peer), words)
 
     def explain(self, found: BaseException, words: str) -> PhalanxError:
         """Make the error of a message that ends with the group, which is broken now if it was not."""
@@ -87,7 +89,7 @@ class HierarchicalMessages(RemoteMail):
 
     def _explain_broken(self, message: str) -> PhalanxError:
         site = call_site()
-        return self.explain(TransferFailed(-1, "the group is broken"), f"{message} at {site}" if site else message)
+        return self.explain(TransferFailed(-1), f"{message} at {site}" if site else message)
 
     def _late(self, peer: int | None, words: str) -> CollectiveTimeout:
         limit_s = self._timeout_s
@@ -100,9 +102,11 @@ class HierarchicalMessages(RemoteMail):
     # -- for who watches the ranks ---------------------------------------------------------------------
 
     def awaited(self) -> Collection[int]:
+        """List the ranks of other hosts that somebody waits for a message of, or to; no answer waits for a rank."""
         return self._waiting()[0]
 
     def doing(self, about: Collection[int]) -> str:
+        """Describe the message that this rank is in, rather one with these ranks; empty if there is none."""
         seen = self._waiting(about)[1]
         if seen is None:
             return ""

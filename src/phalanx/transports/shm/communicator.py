@@ -115,28 +115,9 @@ class SharedMemoryCommunicator(Communicator):
         """The messages of the group, which a larger group makes its own."""
         return self._mailbox
 
-    def abort_because(self, text: str) -> None:
-        """:meth:`abort`, and let the other ranks read why; a text that is too long is left out, and so is a second."""
-        with self._mailbox as comm:
-            if comm:
-                if text and len(text.encode()) < TEXT_BYTES:
-                    self._core.phx_describe(comm, text.encode())
-                self._core.phx_abort(comm)
-
     def tells_crossing(self) -> bool:
         """Return whether this rank is to tell the user of crossed lines: the first one that asks."""
         return bool(self._core.phx_tells_crossing(self._comm))
-
-    def breakage(self) -> str | None:
-        """None while the group is whole; then what a rank has given to :meth:`abort_because`, empty if none has."""
-        why, text = Breakage(), ctypes.create_string_buffer(TEXT_BYTES)
-        with self._mailbox as comm:
-            if not comm or not self._core.phx_breakage(comm, ctypes.byref(why)):
-                return None
-            for rank in range(self.size):
-                if self._core.phx_description(comm, rank, text) and text.value.startswith(b"{"):
-                    return text.value.decode(errors="replace")
-        return ""
 
     @property
     def aborted(self) -> bool:
@@ -299,7 +280,11 @@ class SharedMemoryCommunicator(Communicator):
             self._core.phx_begin_parts(self._comm, call)
 
     def abort(self, doing: str = "") -> None:
-        self.abort_because(doing)
+        with self._mailbox as comm:
+            if comm:
+                if doing:
+                    self._core.phx_describe(comm, doing.encode()[: TEXT_BYTES - 1])
+                self._core.phx_abort(comm)
 
     def compare_rest(self, patience_s: float) -> bool:
         with self._mailbox as comm:

@@ -165,21 +165,13 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
             pid=why.peer_pid,
             **facts_of(comm, why.rank),
         )
-    return _gone(comm, why, lost, waiting)
-
-
-def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
-    """The error for a rank that went, and for how it went."""
-    facts = facts_of(comm, why.peer)
-    if why.how == Going.LEFT:
-        return PeerLost.left(lost, why.peer_pid, waiting, **facts)
-    if why.how == Going.REPLACED:
-        return PeerLost.replaced(lost, why.peer_pid, waiting, **facts)
-    if why.how == Going.FAILED:
-        cause = _calls(comm, [why.peer], 0.0).get(why.peer, "")
-        return PeerLost.failed(lost, why.peer_pid, cause, waiting, **facts)
-    ending = how_ended(why.peer_pid)
-    return PeerLost.ended(lost, why.peer_pid, waiting, ending.text, signal=ending.signal, **facts)
+    way, text, facts = _WAYS[why.how], "", facts_of(comm, why.peer)
+    if way == Way.FAILED:
+        text = _calls(comm, [why.peer], 0.0).get(why.peer, "")
+    elif way == Way.ENDED:
+        ending = how_ended(why.peer_pid)
+        text, facts["signal"] = ending.text, ending.signal
+    return PeerLost.gone(way, lost, why.peer_pid, waiting, text, **facts)
 
 
 def _living(pid: int, *, is_own: bool) -> tuple[str, bool]:
@@ -245,9 +237,7 @@ def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, 
     while True:
         for rank in ranks:
             if rank not in calls and core.phx_description(comm, rank, text):
-                # Between hosts a rank may have written down a reason, which is not for people.
-                own = not text.value.startswith(b"{")
-                calls[rank] = text.value.decode(errors="replace") if own else "an operation"
+                calls[rank] = text.value.decode(errors="replace")
         if len(calls) == len(ranks) or time.monotonic() > deadline:
             return calls
         time.sleep(0.001)
@@ -275,7 +265,7 @@ def departed(mailbox: Mailbox, ranks: Collection[int]) -> dict[int, Gone]:
             if how == Going.HERE:
                 continue
             text = how_ended(pid.value, AT_ONCE_S).text if how == Going.ENDED else ""
-            if how == Going.FAILED and library().phx_description(comm, rank, said) and said.value[:1] != b"{":
+            if how == Going.FAILED and library().phx_description(comm, rank, said):
                 text = said.value.decode(errors="replace")
             found[rank] = Gone(pid.value, machine_name(), _WAYS[how], text)
     return found

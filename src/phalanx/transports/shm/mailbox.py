@@ -11,9 +11,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from ctypes import byref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,28 +26,13 @@ from phalanx.system.host import machine_name
 from phalanx.transports.contract import GLANCE_S, SENT, Message
 from phalanx.transports.operands import DTYPES
 
-__all__ = ["Elsewhere", "Mailbox", "SharedMemoryMessage"]
+if TYPE_CHECKING:
+    from phalanx.transports.hierarchical.messages import HierarchicalMessages
+
+__all__ = ["Mailbox", "SharedMemoryMessage"]
 
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 NAP_S = 0.002
-
-
-class Elsewhere(Protocol):
-    """The ranks of a group that are on other hosts, as its messages need them. Any thread may ask."""
-
-    undialled: Set[int]
-
-    def dial(self, peer: int) -> None:
-        """Connect to a rank that is not dialled yet in the background, as there is a message for it."""
-        ...
-
-    def look_for(self, peer: int | None, *, if_gone: bool = False) -> None:
-        """Dial a rank that a message does not come from, or any, to know whether it is there; or if it has gone."""
-        ...
-
-    def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
-        """Make the error of a message of its status; it breaks the group, unless the peer has left in order."""
-        ...
 
 
 class Mailbox:
@@ -67,7 +52,7 @@ class Mailbox:
         elsewhere: the ranks of other hosts; None if there are none.
     """
 
-    elsewhere: Elsewhere | None = None
+    elsewhere: HierarchicalMessages | None = None
 
     def __init__(
         self, comm: int, signals: SignalPoll, explain: Callable[[str], PhalanxError], names: Sequence[int]
