@@ -75,16 +75,15 @@ class HierarchicalCommunicator(Reductions, Copies):
         except BaseException:
             self.remote.close()
             raise
-        self._reason = reason = Reason(group, layout, local, timeout, abort=self._wake)
+        self._reason = reason = Reason(group, layout, local, timeout, self)
         self.call = reason.call
         try:
-            self.messages.begin(reason, self.call.error_of_message)
-            reason.attend(self.messages)
+            self.messages.begin(reason)
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self.call.text
                 local.outer_error = self.messages.explain
             self._set_local_timeout(timeout, timeout)
-            reason.join(timeout.total_seconds())
+            group.join(reason, timeout.total_seconds())
             tell_of_failure(reason)
         except BaseException:
             group.close()
@@ -143,16 +142,10 @@ class HierarchicalCommunicator(Reductions, Copies):
         self.local.group_fails(error, cause)
 
     def abort(self, doing: str = "") -> None:
-        if doing:
-            self.local.abort(doing)
-        self._wake()
-
-    def _wake(self) -> None:
-        """End every wait of other ranks for this one."""
         with contextlib.ExitStack() as each:  # what fails must not keep the others from it
             each.callback(self.messages.abort)
             each.callback(self.remote.abort)
-            each.callback(self.local.abort)
+            each.callback(self.local.abort, doing)
 
     def close(self) -> None:
         self.messages.close()

@@ -8,7 +8,7 @@ has ended is asked here.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import timedelta
 
 from phalanx.diagnosis import recorder
@@ -40,7 +40,6 @@ class HierarchicalMessages(RemoteMail):
     """
 
     _reason: Reason
-    _break_group: Callable[[BaseException, str], PhalanxError]
 
     def __init__(self, layout: Layout, local: Communicator, group: GroupAbort, timeout: timedelta) -> None:
         own = local.mailbox if isinstance(local, SharedMemoryCommunicator) else None
@@ -49,14 +48,9 @@ class HierarchicalMessages(RemoteMail):
         if own is None:
             self.mailbox.explain = self._explain_broken
 
-    def begin(self, reason: Reason, break_group: Callable[[BaseException, str], PhalanxError]) -> None:
-        """Let messages begin.
-
-        Args:
-            reason: why the group is broken, and which ranks have left it.
-            break_group: makes the error for a group that is broken, or is to be, of what was found and the message.
-        """
-        self._reason, self._break_group = reason, break_group
+    def begin(self, reason: Reason) -> None:
+        """Let messages begin; ``reason`` makes the errors of a group that is broken, or is to be."""
+        self._reason = reason
 
     def dial(self, peer: int) -> None:
         """Connect to a rank that is not dialled yet in the background, as there is a message for it."""
@@ -85,7 +79,7 @@ class HierarchicalMessages(RemoteMail):
 
     def explain(self, found: BaseException, words: str) -> PhalanxError:
         """Make the error of a message that ends with the group, which is broken now if it was not."""
-        return self._break_group(self.mailbox.signals.pending or found, words)
+        return self._reason.call.error_of_message(self.mailbox.signals.pending or found, words)
 
     def _explain_broken(self, message: str) -> PhalanxError:
         site = call_site()
@@ -130,7 +124,8 @@ class HierarchicalMessages(RemoteMail):
             return
         if not self.mailbox.why_broken().status:
             self.await_dialled(LEAVING_S)
-        self._reason.tell_left()  # before the connections end: who finds none goes by what it was told
+        if not self._reason.fails:
+            self._group.leave()  # before the connections end: who finds none goes by what it was told
         self.stop(in_order=not self._reason.fails)
 
     def close(self, in_order: bool = False) -> None:

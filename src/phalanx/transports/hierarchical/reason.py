@@ -37,7 +37,7 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import MessageEnd, ends_of, text_of_call, unequal_ends
 
 if TYPE_CHECKING:
-    from phalanx.transports.hierarchical.messages import HierarchicalMessages
+    from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 
 __all__ = ["CallsDiffer", "Crossed", "PresentCall", "Reason"]
 
@@ -63,7 +63,6 @@ class Reason:
     ===========================  ========================  ====================  ====================
     field                        writer                    readers               guard
     ===========================  ========================  ====================  ====================
-    ``calls, inside, _since``    who makes collectives     membership's thread   one step of Python's
     ``_awaited_since``           membership's thread       the same
     ``fails``                    who ends the script       any thread            one reference
     ===========================  ========================  ====================  ====================
@@ -73,46 +72,29 @@ class Reason:
         layout: where the ranks are.
         local: the communicator of this host's ranks.
         timeout: of the group at first.
-        abort: wakes the ranks that wait for this one, and this one's waits for others; a method, kept weakly as well.
+        communicator: of the group, which is kept weakly.
 
     Attributes:
         call: the collective that this rank is in, or was in last.
         fails: an exception that nobody caught ends this rank's script.
-        calls: how many collectives it has begun.
-        inside: it is in one.
     """
 
     def __init__(
-        self, group: GroupAbort, layout: Layout, local: Communicator, timeout: timedelta, abort: Callable[[], None]
+        self,
+        group: GroupAbort,
+        layout: Layout,
+        local: Communicator,
+        timeout: timedelta,
+        communicator: HierarchicalCommunicator,
     ) -> None:
         self._group, self._layout, self._rank, self._size = group, layout, group.rank, len(group.ranks)
         self._registrar = group.ranks.index(0) if 0 in group.ranks else -1  # the rank in whose process it is
         self._local = local if isinstance(local, SharedMemoryCommunicator) else None
-        self._wake = weakref.WeakMethod(abort)
-        self._messages: Callable[[], HierarchicalMessages | None] = lambda: None
+        self._communicator = weakref.ref(communicator)
         self.call = PresentCall(self, timeout, self._local)
-        self.fails = self.inside = False
-        self.calls, self._since = 0, 0.0
+        self.fails = False
         self._awaited_since: dict[int, float] = {}
         self._said: Position | None = None  # where this rank found the group broken, if it says so
-
-    def attend(self, messages: HierarchicalMessages) -> None:
-        """Count the ranks that messages wait for as well; they are kept weakly."""
-        self._messages = weakref.ref(messages)
-
-    def join(self, timeout_s: float) -> None:
-        """Hear of the other ranks from now on; see :meth:`GroupAbort.join`."""
-        self._group.join(self, timeout_s)
-
-    def begin(self) -> None:
-        """This rank is in a collective from now on."""
-        self.calls += 1
-        self._since = time.monotonic()
-        self.inside = True
-
-    def end(self) -> None:
-        """This rank is in no collective any more."""
-        self.inside = False
 
     # -- what is known of other ranks, from any thread ---------------------------------------------
 
@@ -131,11 +113,6 @@ class Reason:
         self.fails = True
         fact = Lost(self._rank, Way.FAILED, self._rank, cause[:_LONGEST_TEXT])
         self._group.publish(fact, departs=True)
-
-    def tell_left(self) -> None:
-        """This rank has left in order, and answers no message any more; nothing is told of one whose script failed."""
-        if not self.fails:
-            self._group.leave()
 
     # -- what it raises ----------------------------------------------------------------------------
 
@@ -164,7 +141,7 @@ class Reason:
         if ends is not None:
             return Differs(by=own, ends=tuple(tuple(end) for end in ends))  # type: ignore[misc]
         if isinstance(error, (CallsDiffer, Crossed, CollectiveMismatch)) or status == Status.DIFFERS:
-            return Differs(by=own, at=-1 if of_message else self.calls - self.call.is_late())
+            return Differs(by=own, at=-1 if of_message else self.call.count - self.call.is_late())
         if isinstance(error, CollectiveTimeout) and of_message:
             # A rank of this host whose own time is over says which operation it was in, and how long it has waited.
             is_elsewhere = self._local is not None and self._local.timed_out_elsewhere
@@ -225,7 +202,7 @@ class Reason:
         if told is None:  # the registrar is stopped or held, or cannot be reached: of the others nothing is known
             others = [rank for rank in range(self._size) if rank != self._registrar]
             stopped = self._stopped_here().items()
-            told = [Position(rank=rank, kind="call", number=self.calls) for rank in others]
+            told = [Position(rank=rank, kind="call", number=self.call.count) for rank in others]
             told += [Position(rank=rank, kind="stopped", text=state) for rank, state in stopped]
         found = {each.rank: each for each in told}
         if not found.get(self._rank, Position(rank=-1)).text:
@@ -234,16 +211,16 @@ class Reason:
 
     def _position(self, kind: str, text: str) -> Position:
         before = self.call.last_but(1 if kind == "call" else 0)
-        return Position(self._rank, kind, self.calls, text, before, self._group.name)
+        return Position(self._rank, kind, self.call.count, text, before, self._group.name)
 
     def position(self, fact: Fact) -> Position:
         stopped = self._stopped_here()
-        messages = self._messages()
+        communicator, about = self._communicator(), [fact.by, getattr(fact, "rank", -1)]
         if self._said is not None:
             own = self._said
-        elif self.inside:
+        elif self.call.inside:
             own = self._position("call", self.call.text())
-        elif messages is not None and (message := messages.doing([fact.by, getattr(fact, "rank", -1)])):
+        elif communicator is not None and (message := communicator.messages.doing(about)):
             own = self._position("message", message)
         else:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -257,28 +234,24 @@ class Reason:
     # -- for the membership ------------------------------------------------------------------------
 
     def awaited(self) -> Mapping[int, float]:
-        now, messages = time.monotonic(), self._messages()
-        awaited = () if messages is None else messages.awaited()
+        now, communicator = time.monotonic(), self._communicator()
+        awaited = () if communicator is None else communicator.messages.awaited()
         self._awaited_since = {rank: self._awaited_since.get(rank, now) for rank in awaited}
-        if not self.inside:
+        if not self.call.inside:
             return self._awaited_since
         others = (rank for rank in range(self._size) if rank != self._rank)
-        return dict.fromkeys(others, self._since) | self._awaited_since
+        return dict.fromkeys(others, self.call.since) | self._awaited_since
 
     def end_waits(self, fact: Fact) -> None:
-        try:
-            if self._local is not None:
-                self._local.abort(self.call.text() or "an operation")  # else the others wait for that
-        finally:
-            self._abort()
+        self._abort(self.call.text() or "an operation")  # else the ranks of this host wait for what it was
 
     def _aborted(self) -> bool:
         """Return whether a rank of this host has woken the others."""
         return self._local is not None and self._local.aborted
 
-    def _abort(self) -> None:
-        if (wake := self._wake()) is not None:
-            wake()
+    def _abort(self, doing: str = "") -> None:
+        if (communicator := self._communicator()) is not None:
+            communicator.abort(doing)
 
     def _how_gone(self, rank: int) -> Departed | None:
         """Return how a rank of this host has gone from it; None if it has not, or nothing is known."""
@@ -296,8 +269,13 @@ class Reason:
 class PresentCall:
     """The collective that this rank is in, for errors. Used in a ``with``: what is raised there breaks the group.
 
-    One thread at a time makes calls, and writes this. The call before is kept as well: a rank that need not wait for
-    those of its host learns in the next call that their calls differ.
+    One thread at a time makes calls, and writes this; membership's thread reads each field in one step of Python's. The
+    call before is kept as well: a rank that need not wait for those of its host may learn late that their calls differ.
+
+    Attributes:
+        timeout_s: how long the group waits.
+        count: how many collectives this rank has begun.
+        inside, since: it is in one, and has begun it then.
     """
 
     def __init__(self, reason: Reason, timeout: timedelta, local: SharedMemoryCommunicator | None) -> None:
@@ -307,6 +285,7 @@ class PresentCall:
         self._before: _Words | None = None
         self._number = 0  # of the present call, equal for equal calls
         self._error: BaseException | None = None
+        self.count, self.inside, self.since = 0, False, 0.0
 
     def named(
         self, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
@@ -352,16 +331,18 @@ class PresentCall:
             raise self._error
         if self._local is not None:
             self._local.begin_parts(self._number)
-        self._reason.begin()
+        self.count += 1
+        self.since = time.monotonic()
+        self.inside = True
         return self._number
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or error is self._error:
-            self._reason.end()
+            self.inside = False
             return
         text = self._with(str(error)) if isinstance(error, Crossed) else self.text()
         self._error = self._reason.error(error, text, self.timeout_s)
-        self._reason.end()
+        self.inside = False
         if self._error is not error:
             # An error among the ranks of this host names their part of the call, such as the reduce in an all_reduce.
             inner = isinstance(error, (Crossed, CallsDiffer, TransferFailed, PhalanxError))

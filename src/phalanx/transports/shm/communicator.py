@@ -13,17 +13,18 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
-from phalanx.diagnosis.ends import tell_how_the_script_ends
+from phalanx.diagnosis.ends import AT_ONCE_S, how_ended, tell_how_the_script_ends
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.membership.liveness import Gone
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Crossing, Going, Status, library
 from phalanx.native.signals import SignalPoll
+from phalanx.system.host import machine_name
 from phalanx.transports.call_check import MOST_JUDGED, Wish, crossed_lines
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.operands import DTYPES, OP_NUMBERS, reducible
-from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, text_of_call
+from phalanx.transports.shm.explanation import WAYS, exchanged, explain, facts_of, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.segment import join_segment, share_parts
 from phalanx.transports.shm.tuning import Tuning, load_tuning
@@ -134,12 +135,26 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox.group_fails(cause)
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """Find those of these ranks that have gone (``membership/liveness.py``)."""
-        return departed(self._mailbox, ranks)
+        """Find those of these ranks that have gone, without waiting. Any thread may ask; a closed group knows none."""
+        found: dict[int, Gone] = {}
+        pid, said = ctypes.c_uint32(), ctypes.create_string_buffer(TEXT_BYTES)
+        with self._mailbox as comm:
+            for rank in ranks if comm else ():
+                how = self._core.phx_going(comm, rank, ctypes.byref(pid))
+                if how == Going.HERE:
+                    continue
+                text = how_ended(pid.value, AT_ONCE_S).text if how == Going.ENDED else ""
+                if how == Going.FAILED and self._core.phx_description(comm, rank, said):
+                    text = said.value.decode(errors="replace")
+                found[rank] = Gone(pid.value, machine_name(), WAYS[how], text)
+        return found
 
     def ended(self, rank: int, pid: int) -> dict[str, Any]:
-        """Say how a rank of the group has ended, and what is known of it."""
-        return ended(self._mailbox, rank, pid)
+        """Say how a rank has ended, as ``how`` and ``signal``, with the facts of :class:`PeerLost` known of it."""
+        ending = how_ended(pid)
+        with self._mailbox as comm:
+            facts = facts_of(comm, rank) if comm else {}
+        return {**facts, "how": ending.text, "signal": ending.signal}
 
     @property
     def differs_late(self) -> bool:

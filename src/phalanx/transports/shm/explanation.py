@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +12,12 @@ from msgspec.structs import replace
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_text, dtype_name, exchange_text, listed, shown
-from phalanx.diagnosis.ends import AT_ONCE_S, how_ended
+from phalanx.diagnosis.ends import how_ended
 from phalanx.diagnosis.reading import copy_memory, facts_in, read_memory
 from phalanx.diagnosis.snapshot import Recording
 from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
-from phalanx.membership.liveness import Gone
 from phalanx.membership.protocol import Way
 from phalanx.native.core import TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.system import processes
@@ -26,15 +25,14 @@ from phalanx.system.host import machine_name
 from phalanx.system.processes import state_text
 from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.operands import DTYPES
-from phalanx.transports.shm.mailbox import Mailbox
 
 __all__ = [
+    "WAYS",
     "MessageEnd",
-    "departed",
-    "ended",
     "ends_of",
     "exchanged",
     "explain",
+    "facts_of",
     "process_ids",
     "text_of_call",
     "unequal_ends",
@@ -48,7 +46,7 @@ PATIENCE_S = 0.3
 NOTICED_PATIENCE_S = 2.0
 _MOST_READ = 16  # recorders, of which each takes some milliseconds
 _DTYPES = {number: dtype for dtype, number in DTYPES.items()}
-_WAYS = {Going.LEFT: Way.LEFT, Going.FAILED: Way.FAILED, Going.ENDED: Way.ENDED, Going.REPLACED: Way.REPLACED}
+WAYS = {Going.LEFT: Way.LEFT, Going.FAILED: Way.FAILED, Going.ENDED: Way.ENDED, Going.REPLACED: Way.REPLACED}
 
 # -- calls in words -----------------------------------------------------------------------------
 
@@ -165,7 +163,7 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
             pid=why.peer_pid,
             **facts_of(comm, why.rank),
         )
-    way, text, facts = _WAYS[why.how], "", facts_of(comm, why.peer)
+    way, text, facts = WAYS[why.how], "", facts_of(comm, why.peer)
     if way == Way.FAILED:
         text = _calls(comm, [why.peer], 0.0).get(why.peer, "")
     elif way == Way.ENDED:
@@ -243,9 +241,6 @@ def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, 
         time.sleep(0.001)
 
 
-# -- ranks that have gone -----------------------------------------------------------------------
-
-
 def process_ids(comm: int, size: int) -> list[int]:
     """List the process ids of the ``size`` ranks of a group, whose handle ``comm`` nobody closes meanwhile."""
     pid, found = ctypes.c_uint32(), []
@@ -253,27 +248,3 @@ def process_ids(comm: int, size: int) -> list[int]:
         library().phx_going(comm, rank, ctypes.byref(pid))
         found.append(pid.value)
     return found
-
-
-def departed(mailbox: Mailbox, ranks: Collection[int]) -> dict[int, Gone]:
-    """Find those of these ranks that have gone, without waiting. Any thread may ask; a closed group knows of none."""
-    found: dict[int, Gone] = {}
-    pid, said = ctypes.c_uint32(), ctypes.create_string_buffer(TEXT_BYTES)
-    with mailbox as comm:
-        for rank in ranks if comm else ():
-            how = library().phx_going(comm, rank, ctypes.byref(pid))
-            if how == Going.HERE:
-                continue
-            text = how_ended(pid.value, AT_ONCE_S).text if how == Going.ENDED else ""
-            if how == Going.FAILED and library().phx_description(comm, rank, said):
-                text = said.value.decode(errors="replace")
-            found[rank] = Gone(pid.value, machine_name(), _WAYS[how], text)
-    return found
-
-
-def ended(mailbox: Mailbox, peer: int, pid: int) -> dict[str, Any]:
-    """Say how a rank has ended, as ``how`` and ``signal``, with the facts of :class:`PeerLost` that are known of it."""
-    ending = how_ended(pid)
-    with mailbox as comm:
-        facts = facts_of(comm, peer) if comm else {}
-    return {**facts, "how": ending.text, "signal": ending.signal}
