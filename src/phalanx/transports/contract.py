@@ -246,15 +246,11 @@ class Communicator(ABC):
     def end_messages(self) -> None:
         """Let no message move any more, and end every wait for one, on any thread, with ClosedError."""
 
-    def compare_rest(self, patience_s: float) -> bool:
+    def compare_rest(self, patience_s: float) -> None:  # noqa: B027 - most have nothing left to compare
         """Compare the last calls of the ranks, before the group is closed; raise what this rank has not been told.
 
         Called by a thread that is alone in the group. Waits at most ``patience_s`` for ranks that are behind.
-
-        Returns:
-            Whether the calls of all ranks have been compared that have not ended before.
         """
-        return True  # most transports have nothing left to compare
 
     def group_fails(self, error: BaseException, cause: str) -> None:  # noqa: B027 - some have nobody to tell
         """Tell the other ranks that an exception is why this one closes the group; ``cause`` is what they read."""

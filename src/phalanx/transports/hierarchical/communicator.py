@@ -67,29 +67,23 @@ class HierarchicalCommunicator(Reductions, Copies):
         self.others = [each for each in after if each not in layout.here]
         self.sizes = sizes or Sizes.among(len(layout.hosts))
         self.scratch = Scratch()
-        self.remote = engine(layout, group, timeout)
         self.engine = "TCP" if len(layout.hosts) == self.size else "shared memory and TCP"
-        self.frames = Frames(layout, local, self.remote, self.sizes.frame_bytes)
-        try:
-            self.messages = HierarchicalMessages(layout, local, group, timeout)
-        except BaseException:
-            self.remote.close()
-            raise
         self._reason = reason = Reason(group, layout, local, timeout, self)
         self.call = reason.call
-        try:
-            self.messages.begin(reason)
+        with contextlib.ExitStack() as made:
+            made.callback(group.close)
+            self.remote = engine(layout, group, timeout)
+            made.callback(self.remote.close)
+            self.frames = Frames(layout, local, self.remote, self.sizes.frame_bytes)
+            self.messages = HierarchicalMessages(layout, local, group, timeout, reason)
+            made.callback(self.messages.give_up)
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self.call.text
                 local.outer_error = self.messages.explain
-            self._set_local_timeout(timeout, timeout)
+            self.set_timeout(timeout)
             group.join(reason, timeout.total_seconds())
             tell_of_failure(reason)
-        except BaseException:
-            group.close()
-            self.messages.give_up()
-            self.remote.close()
-            raise
+            made.pop_all()
 
     def barrier(self) -> None:
         with self.call.named("barrier", None) as call:
@@ -119,15 +113,11 @@ class HierarchicalCommunicator(Reductions, Copies):
         return found
 
     def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:
-        self._set_local_timeout(timeout, of_messages or timeout)
+        # In a collective, a rank that waits for its leader waits longer than that one waits for another host.
+        self.local.set_timeout(timeout + _LEADERS_GRACE, of_messages=of_messages or timeout)
         self.remote.set_timeout(timeout)
         self.messages.set_timeout(of_messages or timeout)
         self.call.timeout_s = timeout.total_seconds()
-
-    def _set_local_timeout(self, timeout: timedelta, of_messages: timedelta) -> None:
-        # In a collective, a rank that waits for its leader waits longer than that one waits for another host.
-        if isinstance(self.local, SharedMemoryCommunicator):
-            self.local.set_timeout(timeout + _LEADERS_GRACE, of_messages=of_messages)
 
     def leave(self) -> list[threading.Thread]:
         self.messages.end()

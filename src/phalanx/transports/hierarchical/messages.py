@@ -37,20 +37,18 @@ class HierarchicalMessages(RemoteMail):
         layout: where the ranks are.
         local: the communicator of the ranks of this host.
         group, timeout: as for every mailbox with connections.
+        reason: makes the errors of a group that is broken, or is to be.
     """
 
-    _reason: Reason
-
-    def __init__(self, layout: Layout, local: Communicator, group: GroupAbort, timeout: timedelta) -> None:
+    def __init__(
+        self, layout: Layout, local: Communicator, group: GroupAbort, timeout: timedelta, reason: Reason
+    ) -> None:
+        self._reason = reason
         own = local.mailbox if isinstance(local, SharedMemoryCommunicator) else None
         super().__init__("messages", layout, group, timeout, own)
         self.mailbox.elsewhere = self
         if own is None:
             self.mailbox.explain = self._explain_broken
-
-    def begin(self, reason: Reason) -> None:
-        """Let messages begin; ``reason`` makes the errors of a group that is broken, or is to be."""
-        self._reason = reason
 
     def dial(self, peer: int) -> None:
         """Connect to a rank that is not dialled yet in the background, as there is a message for it."""

@@ -301,20 +301,19 @@ class SharedMemoryCommunicator(Communicator):
                     self._core.phx_describe(comm, doing.encode()[: TEXT_BYTES - 1])
                 self._core.phx_abort(comm)
 
-    def compare_rest(self, patience_s: float) -> bool:
+    def compare_rest(self, patience_s: float) -> None:
         with self._mailbox as comm:
             if not comm or self._told:
-                return False
+                return
             broken = self._core.phx_breakage(comm, ctypes.byref(why := Breakage()))
-            if not broken and (status := self._core.phx_compare_rest(comm, int(patience_s * 1e9))) <= 0:
-                return bool(status == Status.OK)
+            if not broken and self._core.phx_compare_rest(comm, int(patience_s * 1e9)) <= 0:
+                return
             self._core.phx_breakage(comm, ctypes.byref(why))
             beside = self._core.phx_beside_last_call(comm, why.chunk) if why.status == Status.MISMATCH else 1
             if beside <= 0 or (not broken and why.how == Going.LEFT):
                 place, text, arguments = self._last_unheard() or (None, lambda: "leaving the group", ())
                 later = "a later call: " if beside < 0 else ""
                 raise self._error(comm, later + text(*arguments), shown(text_of(place)))
-        return False
 
     def close(self) -> None:
         self._mailbox.end()
