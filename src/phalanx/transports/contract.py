@@ -18,11 +18,11 @@ from datetime import timedelta
 import torch
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import dtype_name
+from phalanx.diagnosis.call_site import call_site, dtype_name
 from phalanx.errors import ClosedError
 from phalanx.transports.operands import even_pieces, pieces
 
-__all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message", "message_text"]
+__all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message", "message_text", "with_site"]
 
 # The collectives that ranks distinguish when they compare their calls, each with the argument that is its root. Forms
 # with one tensor for all ranks (all_gather_single, ...) count as those with lists, so ranks may mix them.
@@ -160,6 +160,12 @@ def message_text(verb: str, peer: str, tensor: torch.Tensor | None) -> str:
     """A message in words: ``send to rank 3, float32[4]``; an empty ``peer`` is any, and no tensor one not known."""
     shape = "" if tensor is None else f", {dtype_name(tensor.dtype)}{list(tensor.shape)}"
     return f"{verb} {f'rank {peer}' if peer else 'any rank'}{shape}"
+
+
+def with_site(words: str, site: str | None = None) -> str:
+    """What a rank does, with the line of its program that calls it: by default this thread's; without if not known."""
+    site = call_site() if site is None else site
+    return f"{words} at {site}" if site else words
 
 
 _forks = 0  # changed only in a forked child, when it has one thread

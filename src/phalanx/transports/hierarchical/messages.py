@@ -12,12 +12,11 @@ from collections.abc import Collection
 from datetime import timedelta
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import call_site
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
 from phalanx.native.core import End, SeenMessage, Status
-from phalanx.transports.contract import Communicator
+from phalanx.transports.contract import Communicator, with_site
 from phalanx.transports.hierarchical.connections import RemoteMail
 from phalanx.transports.hierarchical.engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
@@ -80,8 +79,7 @@ class HierarchicalMessages(RemoteMail):
         return self._reason.call.error_of_message(self.mailbox.signals.pending or found, words)
 
     def _explain_broken(self, message: str) -> PhalanxError:
-        site = call_site()
-        return self.explain(TransferFailed(-1), f"{message} at {site}" if site else message)
+        return self.explain(TransferFailed(-1), with_site(message))
 
     def _late(self, peer: int | None, words: str) -> CollectiveTimeout:
         limit_s = self._timeout_s

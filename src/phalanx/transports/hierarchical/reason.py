@@ -29,7 +29,7 @@ from phalanx.membership.protocol import Departed, Differs, Fact, Late, Lost, Pos
 from phalanx.native.core import Status
 from phalanx.system import processes
 from phalanx.transports.call_check import fingerprint
-from phalanx.transports.contract import Communicator
+from phalanx.transports.contract import Communicator, with_site
 from phalanx.transports.hierarchical.engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.wording import Wording
@@ -362,5 +362,4 @@ def _in_words(call: _Words | None) -> str:
     if call is None:
         return ""
     make, arguments, place, thread = call
-    site = call_site(place, thread)
-    return f"{make(*arguments)} at {site}" if site else make(*arguments)
+    return with_site(make(*arguments), call_site(place, thread))

@@ -23,18 +23,18 @@ from typing import Any
 
 import torch
 
-from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, listed
+from phalanx.diagnosis.call_site import call_text, exchange_text, listed
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.protocol import Way
 from phalanx.native.core import library
 from phalanx.transports.call_check import CrossedLines, LinePairs, Wish, fingerprint, weight
-from phalanx.transports.contract import COLLECTIVES
+from phalanx.transports.contract import COLLECTIVES, with_site
 from phalanx.transports.mpi.peers import Notice
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.words import format_list, format_named
 
-__all__ = ["CHECK_S", "Agreement", "pause", "with_site"]
+__all__ = ["CHECK_S", "Agreement", "pause"]
 
 _FINGERPRINT, _COMPLEMENT, _LINE_OF_RANK_0, _FOUND_BY = range(4)  # of the words that are reduced
 _NONE = 2**63 - 1
@@ -402,9 +402,3 @@ def _text(call: _Call) -> str:
     dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
     roots = {COLLECTIVES[name]: root} if root >= 0 else {}
     return with_site(call_text(name, dtype, shape, op if op >= 0 else None, **roots))
-
-
-def with_site(call: str) -> str:
-    """A call with the line from which this thread makes it, if that is known."""
-    site = call_site()
-    return f"{call} at {site}" if site else call

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
+from phalanx.diagnosis.call_site import CallSite, capture, shape_word, shown, text_of
 from phalanx.diagnosis.ends import AT_ONCE_S, how_ended, tell_how_the_script_ends
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
@@ -22,7 +22,7 @@ from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Crossing, Goi
 from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
 from phalanx.transports.call_check import MOST_JUDGED, Wish, crossed_lines
-from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.contract import Communicator, Message, with_site
 from phalanx.transports.operands import DTYPES, OP_NUMBERS, reducible
 from phalanx.transports.shm.explanation import WAYS, exchanged, explain, facts_of, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
@@ -313,7 +313,7 @@ class SharedMemoryCommunicator(Communicator):
             if beside <= 0 or (not broken and why.how == Going.LEFT):
                 place, text, arguments = self._last_unheard() or (None, lambda: "leaving the group", ())
                 later = "a later call: " if beside < 0 else ""
-                raise self._error(comm, later + text(*arguments), shown(text_of(place)))
+                raise self._error(comm, with_site(later + text(*arguments), shown(text_of(place))))
 
     def close(self) -> None:
         self._mailbox.end()
@@ -346,7 +346,7 @@ class SharedMemoryCommunicator(Communicator):
             self.crossed = self._judge_crossing()
             if not self.crossed:
                 return
-            self._core.phx_describe(self._comm, f"{text} at {call_site()} ({self.crossed})".encode()[: TEXT_BYTES - 1])
+            self._core.phx_describe(self._comm, f"{with_site(text)} ({self.crossed})".encode()[: TEXT_BYTES - 1])
         elif status < BROKEN_FROM:
             raise BackendError(
                 f"the core refused {name} on rank {self.rank} (status {status}): a rank that the group does not have, "
@@ -370,25 +370,24 @@ class SharedMemoryCommunicator(Communicator):
     def _explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""
         if self._comm and self.part_of is not None:
-            return self._error(self._comm, self.part_of(), "")
+            return self._error(self._comm, self.part_of())
         if not (comm := self._comm):
             return ClosedError.of_message()
         why = self._mailbox.why_broken()
-        site, before = call_site(), self._last_unheard()
+        what, before = with_site(call), self._last_unheard()
         if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
             place, text, arguments = before
-            call, site = text(*arguments), shown(text_of(place))
-        return self._error(comm, call, site)
+            what = with_site(text(*arguments), shown(text_of(place)))
+        return self._error(comm, what)
 
     def _explain_message(self, message: str) -> PhalanxError:
         """The error for a message of a broken group."""
         if self.outer_error is None:
             return self._explain(message)
-        comm, site = self._comm, call_site()
-        if not comm:
+        if not (comm := self._comm):
             return ClosedError.of_message()
-        found = self._error(comm, message, site, self._message_timeout_s)
-        return self.outer_error(found, f"{message} at {site}" if site else message)
+        what = with_site(message)
+        return self.outer_error(self._error(comm, what, self._message_timeout_s), what)
 
     def _last_unheard(self) -> _Unheard | None:
         if self.part_of is not None:
@@ -398,9 +397,8 @@ class SharedMemoryCommunicator(Communicator):
         site, text, arguments = self._unheard
         return recorder.site_of(site) if isinstance(site, int) else site, text, arguments
 
-    def _error(self, comm: int, call: str, site: str, timeout_s: float | None = None) -> PhalanxError:
+    def _error(self, comm: int, what: str, timeout_s: float | None = None) -> PhalanxError:
         self._told = True
-        what = f"{call} at {site}" if site else call
         own_timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return with_own_wait(explain(comm, self.rank, self._names, what, own_timeout_s))
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import call_site
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
 from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
-from phalanx.transports.contract import GLANCE_S, SENT, Message
+from phalanx.transports.contract import GLANCE_S, SENT, Message, with_site
 from phalanx.transports.operands import DTYPES
 
 if TYPE_CHECKING:
@@ -235,19 +234,18 @@ class SharedMemoryMessage(Message):
             return mailbox.explain(self._text())
         if elsewhere is None:
             return self._left()
-        peer, ends, site = self._peer, None, call_site()
+        peer, ends = self._peer, None
         if peer is None and status == Status.CUT:
             peer = mailbox.core.phx_message_source(self._handle)
         if status == Status.DIFFERS:
             sent, expected = End(), End()
             line = mailbox.core.phx_message_ends(self._handle, byref(sent), byref(expected))
             peer, ends = mailbox.core.phx_message_source(self._handle), (sent, line.decode(errors="replace"), expected)
-        return elsewhere.error(status, peer, f"{self._text()} at {site}" if site else self._text(), ends)
+        return elsewhere.error(status, peer, with_site(self._text()), ends)
 
     def _left(self) -> PeerLost:
         """The error for a message whose peer left the group in order: the other messages of the group go on."""
-        site = call_site()
-        waiting = f"{self._text()} at {site}" if site else self._text()
+        waiting = with_site(self._text())
         if self._peer is None:
             return PeerLost.left_before_message(waiting)
         peer, pid = self._mailbox.names[self._peer], ctypes.c_uint32()
