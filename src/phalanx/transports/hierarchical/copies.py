@@ -7,7 +7,8 @@ Costs are for H hosts and S bytes, as bytes that leave, or arrive at, one host.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -28,12 +29,13 @@ class Copies(Schedules):
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         with self.call.named("broadcast", tensor, root=root) as call:
-            self._broadcast(call, tensor.view(-1), root)
+            flat = tensor.view(-1)
+            if flat.nbytes > self.sizes.frame_bytes:
+                self._broadcast_along_chain(call, flat, root)
+            else:
+                self._broadcast_in_frames(call, flat, root)
 
-    def _broadcast(self, call: int, flat: torch.Tensor, root: int) -> None:
-        if flat.nbytes > self.sizes.frame_bytes:
-            self._broadcast_along_chain(call, flat, root)
-            return
+    def _broadcast_in_frames(self, call: int, flat: torch.Tensor, root: int) -> None:
         host, place = self.layout.place(root)
         nbytes = flat.nbytes
         if host == self.layout.host:
@@ -143,40 +145,54 @@ class Copies(Schedules):
                     self.local.broadcast(part, place)
 
     # -- from rank to rank -------------------------------------------------------------------------
-    #
-    # What is sent before the calls are compared waits in its connection for somebody who expects it.
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         with self.call.named("gather", tensor, root=root) as call:
-            transfers = self._begin(dict(enumerate(outputs or ())), {root: tensor})
+            here = [outputs[rank] for rank in self.layout.here] if outputs else None
             host, place = self.layout.place(root)
-            if host == self.layout.host:
-                here = [outputs[rank] for rank in self.layout.here] if outputs else None
-                self.local.gather(here, tensor, place)
-            self._end(call, transfers)
+
+            def inside() -> None:
+                if host == self.layout.host:
+                    self.local.gather(here, tensor, place)
+
+            self._exchange(call, dict(enumerate(outputs or ())), {root: tensor}, inside)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         with self.call.named("scatter", output, root=root) as call:
-            transfers = self._begin({root: output}, dict(enumerate(inputs or ())))
+            here = [inputs[rank] for rank in self.layout.here] if inputs else None
             host, place = self.layout.place(root)
-            if host == self.layout.host:
-                self.local.scatter(output, [inputs[rank] for rank in self.layout.here] if inputs else None, place)
-            self._end(call, transfers)
+
+            def inside() -> None:
+                if host == self.layout.host:
+                    self.local.scatter(output, here, place)
+
+            self._exchange(call, {root: output}, dict(enumerate(inputs or ())), inside)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """The receiver of a part compares its size with what it expects: the two alone know it."""
         given, expected = ([tensor.nbytes for tensor in tensors] for tensors in (inputs, outputs))
         with self.call.exchanging(inputs[0].dtype, given, expected) as call:
-            transfers = self._begin(dict(enumerate(outputs)), dict(enumerate(inputs)))
-            here = self.layout.here
-            self.local.all_to_all([outputs[rank] for rank in here], [inputs[rank] for rank in here])
-            self._end(call, transfers)
+            to, parts = ([tensors[rank] for rank in self.layout.here] for tensors in (outputs, inputs))
+            inside = partial(self.local.all_to_all, to, parts)
+            self._exchange(call, dict(enumerate(outputs)), dict(enumerate(inputs)), inside)
 
-    def _begin(self, coming: Mapping[int, torch.Tensor], going: Mapping[int, torch.Tensor]) -> list[Transfer]:
-        """Begin to receive from, and send to, those of these ranks that are on other hosts."""
+    def _exchange(
+        self,
+        call: int,
+        coming: Mapping[int, torch.Tensor],
+        going: Mapping[int, torch.Tensor],
+        inside: Callable[[], None],
+    ) -> None:
+        """Receive from, and send to, those of these ranks that are on other hosts, and do what is done inside this one.
+
+        What is small leaves before the calls are compared. If nobody expects it, it stays in its connection. What is
+        large would hold up the frames there.
+        """
         transfers = [self.remote.recv(coming[rank], rank, _TAG) for rank in self.others if rank in coming]
-        return transfers + [self.remote.send(going[rank], rank, _TAG) for rank in self.others if rank in going]
-
-    def _end(self, call: int, transfers: Sequence[Transfer]) -> None:
+        parts = [(going[rank], rank) for rank in self.others if rank in going]
+        small = self.sizes.frame_bytes
+        transfers += [self.remote.send(part, rank, _TAG) for part, rank in parts if part.nbytes <= small]
+        inside()
         self.frames.meet(call)
+        transfers += [self.remote.send(part, rank, _TAG) for part, rank in parts if part.nbytes > small]
         self.remote.wait(transfers)

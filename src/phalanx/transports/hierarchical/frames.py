@@ -2,8 +2,8 @@
 
 The *leader* of a host is its lowest rank. Each leader writes a frame: a number that is equal for equal calls, the line
 of the program, and a little data. An all-gather brings all frames to all leaders. Then each leader tells its host
-whether the calls are equal, and what it makes of the data. Small collectives need nothing else. Large ones send their
-data when their calls have been compared, so nobody is sent what it does not expect.
+whether the calls are equal, and what it makes of the data. Small collectives need nothing else. What is large is sent
+when the calls have been compared, so nobody is sent much that it does not expect.
 
 The all-gather is Bruck's (IEEE Transactions on Parallel and Distributed Systems, 1997), with three partners a round. In
 round k a leader has the frames of 4^k hosts, its own and those after it. It sends them to the leaders 1, 2 and 3 times
