@@ -91,35 +91,32 @@ class PeerLost(_OfRank, PhalanxError):
         self._blame(of_rank)
 
     @classmethod
-    def ended(cls, rank: int, pid: int, waiting: str, how: str = "", /, **known: Any) -> PeerLost:
-        """A rank's process is gone; ``waiting`` says which rank needed it, and in which call.
+    def gone(cls, way: str, rank: int, pid: int, waiting: str, text: str = "", /, **known: Any) -> PeerLost:
+        """A rank has gone; ``waiting`` says which rank needed it, and in which call.
 
-        ``how`` it has ended, as ``by signal 9 (SIGKILL)``, if its launcher has said so.
+        Args:
+            way: one of ``Way`` (``membership/protocol.py``).
+            rank, pid: in the group, and its process.
+            waiting: as ``rank 0 was in barrier``.
+            text: how it has ended, why it has failed, or by which call it has left, if that is known.
+            known: further attributes, and whether the rank ``was_in_it``, in its last operation.
         """
-        what = f"has ended {how}" if how else "has ended"
-        return cls._of(rank, pid, what, waiting, "Look at that rank's own output for the cause", known)
-
-    @classmethod
-    def failed(cls, rank: int, pid: int, cause: str, waiting: str, /, **known: Any) -> PeerLost:
-        """An exception ended a rank's script, or it exited with a code other than 0; ``cause`` says what is known."""
-        why = f"has failed ({cause})" if cause else "has failed"
-        return cls._of(rank, pid, why, waiting, "Look at that rank's own output for the cause", known)
-
-    @classmethod
-    def replaced(cls, rank: int, pid: int, waiting: str, /, **known: Any) -> PeerLost:
-        """A rank's process runs another program."""
-        text = "has replaced itself by another program (exec)"
-        return cls._of(rank, pid, text, waiting, "Let it start the program as a child process", known)
-
-    @classmethod
-    def left(cls, rank: int, pid: int, waiting: str, by: str = "", /, **known: Any) -> PeerLost:
-        """A rank has left the group in order, and an operation needs it.
-
-        ``by`` which call, as ``destroy_process_group() at train.py:42``, if that is known.
-        """
-        text = "has left the group in order (it destroyed the group, or its script has come to its end)"
-        text = f"has left the group ({by})" if by else text
-        return cls._of(rank, pid, text, waiting, "Every rank must make the same calls before it leaves", known)
+        because = f" ({text})" if text else ""
+        left = because or " in order (it destroyed the group, or its script has come to its end)"
+        output = "Look at that rank's own output for the cause"
+        what, remedy = {
+            "ended": (f"has ended {text}" if text else "has ended", output),
+            "failed": (f"has failed{because}", output),
+            "interrupted": (f"was interrupted{because}", output),
+            "replaced": (
+                "has replaced itself by another program (exec)",
+                "Let it start the program as a child process",
+            ),
+            "left": (f"has left the group{left}", "Every rank must make the same calls before it leaves"),
+        }[way]
+        did = did_last(known.get("last_operation", ""), within=known.pop("was_in_it", False))
+        who = rank_of_group(rank, pid, known.get("host", ""))
+        return cls(f"{who} {what} while {waiting}{did}. {remedy}", group_rank=rank, pid=pid, **known)
 
     @classmethod
     def left_before_message(cls, waiting: str, *, group_rank: int = -1, pid: int = 0, host: str = "") -> PeerLost:
@@ -130,13 +127,6 @@ class PeerLost(_OfRank, PhalanxError):
         who = "all other ranks of the group" if group_rank < 0 else rank_of_group(group_rank, pid, host)
         text = "left the group in order (destroyed it, or came to the end of the script)"
         return cls(f"{who} {text}, so this cannot be done: {waiting}", group_rank=group_rank, pid=pid, host=host)
-
-    @classmethod
-    def _of(cls, rank: int, pid: int, what: str, waiting: str, remedy: str, known: dict[str, Any]) -> PeerLost:
-        """``known`` has further attributes, and whether the rank ``was_in_it``, in its last operation."""
-        did = did_last(known.get("last_operation", ""), within=known.pop("was_in_it", False))
-        text = f"{rank_of_group(rank, pid, known.get('host', ''))} {what} while {waiting}{did}. {remedy}"
-        return cls(text, group_rank=rank, pid=pid, **known)
 
     @classmethod
     def out_of_step(cls, cause: str, *, group_rank: int, **known: Any) -> PeerLost:

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +26,10 @@ from tests.support.ranks import _collect as collect
 from tests.support.waiting import soon, stop
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from phalanx.diagnosis import ends
 from phalanx.errors import ClosedError, PeerLost
 from phalanx.membership.rendezvous import leave, meet
 from phalanx.topology.place import Place
-from phalanx.transports.shm import explanation
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 # -- namespaces --------------------------------------------------------------------------------------------------------
@@ -269,8 +268,7 @@ def test_any_call_may_come_while_another_thread_closes_the_group() -> None:
 
 def test_rank_that_a_signal_ended_is_told_in_one_way_on_both_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank beside it knows the signal, as under ``phalanx run``."""
-    ending = SimpleNamespace(text="by signal 9 (SIGKILL)", signal=9)
-    monkeypatch.setattr(explanation, "how_ended", lambda *_: ending)
+    monkeypatch.setattr(ends, "_look", lambda pid: ends.Ending("by signal 9 (SIGKILL)", 9))
 
     def body(member: Member) -> str:
         pretend_host(min(member.rank, 1))

@@ -19,8 +19,8 @@ from phalanx.transports.solo import SoloCommunicator
 __all__ = ["PLACEMENTS", "over_hosts"]
 
 TIMEOUT = timedelta(seconds=60)
-# The large tensors of the tests go through a few chunks, and past the memory that the ranks of a host share.
-SIZES = Sizes(frame_bytes=4_000, exchange_bytes=4_000, chunk_bytes=6_000, shared_bytes=30_000)
+# The large tensors of the tests go through a few chunks.
+SIZES = Sizes(frame_bytes=4_000, chunk_bytes=6_000)
 
 
 # How ranks are placed on hosts.

@@ -370,7 +370,7 @@ def messages_end_with_the_group(c: Communicator, most: int) -> Iterator[str]:
 # -- errors --------------------------------------------------------------------------------------------
 
 
-@check("compares_calls", ranks=2, breaks=True)
+@check(ranks=2, breaks=True)
 def calls_that_differ_are_an_error_on_every_rank(c: Communicator, most: int) -> Iterator[str]:
     """As in a gather, which returns on ranks that wait for nobody: they find out in the next call."""
     output = torch.zeros(2 * c.size) if c.rank == 0 else None

@@ -6,7 +6,6 @@ many of them. A new transport is one more entry of ``TRANSPORTS``.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -31,25 +30,6 @@ MOST_BYTES = 600_000
 NOT_UNDER_MPI = ("a_rank_that_does_not_come_is_named",)
 
 
-class DefaultsCommunicator(Communicator):
-    """The least that a transport can be: the abstract methods of the contract, here by shared memory."""
-
-    compares_calls = False  # a default is compared as what it is made of
-
-    def __init__(self, inner: Communicator) -> None:
-        self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
-
-
-def _by_inner(name: str) -> Callable[..., Any]:
-    return lambda self, *given: getattr(self.inner, name)(*given)
-
-
-for _name in (*Communicator.__abstractmethods__, "set_timeout", "end_messages"):
-    setattr(DefaultsCommunicator, _name, _by_inner(_name))
-abc.update_abstractmethods(DefaultsCommunicator)  # type: ignore[type-abstract]
-
-
 def over_shm(store: Store, rank: int, size: int, chunk_bytes: int) -> Communicator:
     # Outputs lie on both sides of every switch.
     return SharedMemoryCommunicator(store, rank, size, TIMEOUT, Tuning(chunk_bytes, stream_bytes=3000))
@@ -57,10 +37,6 @@ def over_shm(store: Store, rank: int, size: int, chunk_bytes: int) -> Communicat
 
 def alone(store: Store, rank: int, size: int) -> Communicator:
     return SoloCommunicator()
-
-
-def by_defaults(store: Store, rank: int, size: int) -> Communicator:
-    return DefaultsCommunicator(over_shm(store, rank, size, 4096))  # type: ignore[abstract]
 
 
 Connect = Callable[[Store, int, int], Communicator]
@@ -71,7 +47,6 @@ TRANSPORTS: dict[str, tuple[Connect, tuple[int, ...], tuple[int, ...], int]] = {
     "shm in chunks of 64 B": (partial(over_shm, chunk_bytes=64), (3,), (2, 5), 32_000),
     "shm in chunks of 4 KiB": (partial(over_shm, chunk_bytes=4096), (5,), (2, 3, 4, 8), MOST_BYTES),
     "shm in chunks of 256 KiB": (partial(over_shm, chunk_bytes=256 * 1024), (2,), (3, 5), MOST_BYTES),
-    "defaults": (by_defaults, (3,), (2, 5), 100_000),
     "two hosts": (partial(over_hosts, host_of=PLACEMENTS["two hosts"]), (), (2, 4, 5), 100_000),
     "two hosts, cyclic": (partial(over_hosts, host_of=PLACEMENTS["two hosts, cyclic"]), (3,), (4,), 100_000),
     "three hosts": (partial(over_hosts, host_of=PLACEMENTS["three hosts"]), (5,), (3,), 100_000),

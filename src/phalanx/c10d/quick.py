@@ -26,11 +26,10 @@ from torch.utils import _python_dispatch
 
 from phalanx.c10d.work import DoneWork
 from phalanx.native.core import quick_entry
-from phalanx.transports.operands import OP_NAMES, reducible
+from phalanx.transports.operands import DTYPES, OP_NAMES, OP_NUMBERS, REDUCIBLE, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
-from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
 __all__ = ["prepared_module", "quicken", "quicken_messages"]
 
@@ -116,7 +115,8 @@ def _code_of(function: Callable[..., Any]) -> CodeType:
 def _dtypes(module: Any) -> bytes:
     """The dtypes that are served: each as DLPack's code, with its numbers in the core and a bit for each operation."""
     found = b""
-    for dtype, (reduced, copied) in DTYPE_NUMBERS.items():
+    for dtype, copied in DTYPES.items():
+        reduced = copied if dtype in REDUCIBLE else 0
         # DLPack passes on neither that complex numbers are conjugated nor that an integer has less than 8 bits.
         if not (reduced or dtype.is_floating_point) or dtype in (torch.int8, torch.uint8):
             continue

@@ -18,11 +18,11 @@ from phalanx.diagnosis.call_site import dtype_name
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
 from phalanx.native.core import RecordedGroup
 from phalanx.transports.contract import SENT, Communicator, Message
-from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.transports.operands import DTYPES, OP_NUMBERS
 
 __all__ = ["RecordedCalls"]
 
-_DTYPES = {dtype: numbers[1] << 8 for dtype, numbers in DTYPE_NUMBERS.items()}
+_DTYPES = {dtype: number << 8 for dtype, number in DTYPES.items()}
 # Each method of the contract: its kind, and which of its arguments is this rank's tensor, the operation, the root (-1:
 # it has none).
 _METHODS = {
@@ -41,7 +41,7 @@ _METHODS = {
     "barrier": ("barrier", -1, -1, -1),
 }
 
-recorder.describe_dtypes({numbers[1]: dtype_name(dtype) for dtype, numbers in DTYPE_NUMBERS.items()})
+recorder.describe_dtypes({number: dtype_name(dtype) for dtype, number in DTYPES.items()})
 
 
 class RecordedCalls:

@@ -46,8 +46,7 @@ from phalanx.diagnosis.snapshot import KIND_NUMBERS
 from phalanx.diagnosis.stacks import Frame
 from phalanx.native.core import FOUND_LATE, RecordedGroup
 from phalanx.system.threads import start
-from phalanx.transports.operands import REDUCIBLE
-from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.transports.operands import DTYPES, OP_NUMBERS, REDUCIBLE
 
 __all__ = ["record_methods"]
 
@@ -209,7 +208,7 @@ def _described(kind: int, tensors: Any) -> tuple[int, int]:
     own = tensors if plain else list(_flat(tensors))
     for tensor in own:
         nbytes += tensor.nbytes
-        what = kind | DTYPE_NUMBERS.get(tensor.dtype, (0, 0))[1] << 8
+        what = kind | DTYPES.get(tensor.dtype, 0) << 8
     if len(own) == 1 and kind in _SHAPED and not own[0].is_nested and own[0].dim() > 1:
         nbytes = recorder.shaped(nbytes, own[0].shape)
     return what, nbytes
@@ -346,7 +345,7 @@ def _record_stall(stall: _Stall, identity: str, dump: Callable[..., bytes]) -> N
     for shape, type_name in zip(entry["input_sizes"], entry["input_dtypes"], strict=False):
         dtype = _SCALAR_TYPES.get(type_name)
         nbytes += math.prod(map(int, shape)) * (dtype.itemsize if dtype is not None else 1)
-    what = FOUND_LATE | kind | (DTYPE_NUMBERS[dtype][1] << 8 if dtype in DTYPE_NUMBERS else 0)
+    what = FOUND_LATE | kind | (DTYPES[dtype] << 8 if dtype is not None else 0)
     entered_ns = time.monotonic_ns() - max(0, time.time_ns() - int(entry["time_created_ns"]))
     line = _users_line(entry.get("frames", ()))
     stall.ticket = recorder.begin_at(known.recorded, what, nbytes, line=line, entered_ns=entered_ns)

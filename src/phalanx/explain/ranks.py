@@ -23,9 +23,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from phalanx.diagnosis.recorder import open_recorder
 from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Membership
-from phalanx.native.core import Traced, Tracer, library
+from phalanx.native.core import Tracer, library
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical import exchanges
 from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
 from phalanx.transports.hierarchical.engine import Engine, Transfer
 from phalanx.transports.hierarchical.frames import HEAD_BYTES
@@ -82,7 +81,6 @@ class Event(NamedTuple):
         kept: what lies in the result thereafter.
         turn: tells messages between two ranks apart.
         into: the blocks of the result into which a message comes.
-        beside: its place in the memory in which the ranks of a host exchange parts; -1 if it does not lie there.
     """
 
     time_ns: int
@@ -94,7 +92,6 @@ class Event(NamedTuple):
     kept: Kept
     turn: tuple[int, int] = (0, 0)
     into: tuple[int, ...] = ()
-    beside: int = -1
 
 
 class TracedRank(NamedTuple):
@@ -112,7 +109,6 @@ class _Notes:
         self.events: list[Event] = []
         self.result: torch.Tensor | None = None
         self.head = 0  # how many bytes before the data say what it is; what is unused of them may look like data
-        self.beside: Callable[[], torch.Tensor | None] = lambda: None
         self.tracer = Tracer(self.told)
 
     def told(self, what: int, at: int, data: int | None, nbytes: int, *of_message: Any) -> None:
@@ -120,19 +116,6 @@ class _Notes:
         now = time.monotonic_ns()
         cells = self.cells_at(data + self.head, nbytes - self.head) if data else ()
         self.events.append(Event(now, self.rank, what, at, nbytes, cells, self.kept(), *of_message))
-
-    def copied(self, to: int, source: int, nbytes: int) -> None:
-        """Copy, and note it if one side is the memory in which the ranks of a host exchange parts."""
-        ctypes.memmove(to, source, nbytes)
-        for what, address in ((Traced.PUT, to), (Traced.TAKEN, source)):
-            if (beside := self.place_beside(address)) >= 0 and nbytes:
-                self.told(what, -1, address, nbytes, (0, 0), (), beside)
-
-    def place_beside(self, address: int) -> int:
-        """Return where an address lies in that memory; -1 if it does not."""
-        memory = self.beside()
-        at = -1 if memory is None else address - memory.data_ptr()
-        return at if memory is not None and 0 <= at < memory.nbytes else -1
 
     def blocks_of_result(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """List the blocks of the result in which a tensor lies."""
@@ -193,16 +176,15 @@ class _TracedEngine(Engine):
     notes: _Notes
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        address, turn = tensor.data_ptr(), (tag, self._turn("send", peer, tag))
+        turn = tag, self._turn("send", peer, tag)
         self.notes.head = 0 if tag else HEAD_BYTES
-        self.notes.told(SENT, peer, address, tensor.nbytes, turn, (), self.notes.place_beside(address))
+        self.notes.told(SENT, peer, tensor.data_ptr(), tensor.nbytes, turn)
         self.notes.head = 0
         return super().send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         turn, into = (tag, self._turn("recv", peer, tag)), self.notes.blocks_of_result(tensor)
-        beside = self.notes.place_beside(tensor.data_ptr())
-        tell = partial(self.notes.told, RECEIVED, peer, None, tensor.nbytes, turn, into, beside)
+        tell = partial(self.notes.told, RECEIVED, peer, None, tensor.nbytes, turn, into)
         return _TracedTransfer(super().recv(tensor, peer, tag), tell)
 
     def _turn(self, *way: object) -> int:
@@ -263,10 +245,7 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
     names = [f"host {host}" for host in plan.host_of]
     membership = Membership.meet(part("membership"), rank, plan.host_of, names, _TIMEOUT)
     members = GroupAbort(membership, "explained", range(plan.ranks))
-    group = HierarchicalCommunicator(layout, rank, local, members, _TIMEOUT, engine=engine)
-    notes.beside = lambda: group.exchanges.memory
-    vars(exchanges)["_copy"] = notes.copied
-    return group
+    return HierarchicalCommunicator(layout, rank, local, members, _TIMEOUT, engine=engine)
 
 
 def _call(plan: Plan, rank: int, group: Communicator, notes: _Notes) -> tuple[torch.Tensor | None, Callable[[], None]]:

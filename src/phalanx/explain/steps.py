@@ -145,7 +145,7 @@ class _Steps:
         self._host = plan.host_of
         self._at = [0] * plan.ranks  # the step in which each rank is
         # Of each host: from where to where in the shared memory a rank has put something, and in which step.
-        self._written: dict[object, list[tuple[int, int, int, int]]] = defaultdict(list)
+        self._written: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
         self._sent: dict[object, tuple[int, tuple[Cell, ...]]] = {}
         # Of each rank: what has come by message, and the first step that can use it.
         self._arrived: dict[int, dict[Cell, int]] = defaultdict(dict)
@@ -185,8 +185,6 @@ class _Steps:
         rank, others = event.rank, [(-1, event.nbytes)]
         if event.what == RECEIVED:
             sent, cells = self._sent.get((event.at, rank, event.turn), (-1, ()))
-            if event.beside >= 0:
-                self._write(event, sent)
             for block in event.into:
                 own = tuple(cell for cell in cells if len(event.into) == 1 or cell[0] == block)
                 self._came[rank][block] = sent, own
@@ -197,8 +195,6 @@ class _Steps:
         used = arrived if event.what == Traced.COMBINED else (cell for cell in event.cells if cell in arrived)
         if event.what in (Traced.PUT, SENT, Traced.COMBINED):
             self._at[rank] = max(self._at[rank], *(arrived[cell] for cell in used), 0)
-        if event.what == SENT and event.beside >= 0:
-            self._read(event)
         if event.what in _READS:
             others = self._read(event)
         elif event.what == Traced.SAW:
@@ -215,9 +211,8 @@ class _Steps:
         return step, [Move(_KINDS[event.what], rank, other, nbytes, event.cells) for other, nbytes in others]
 
     def _write(self, event: Event, step: int) -> None:
-        begin = event.beside if event.beside >= 0 else event.at
-        end = begin + event.nbytes
-        written = self._written[self._host[event.rank], event.beside >= 0]
+        begin, end = event.at, event.at + event.nbytes
+        written = self._written[self._host[event.rank]]
         kept = []
         for low, high, rank, when in written:
             if low < begin:
@@ -229,9 +224,8 @@ class _Steps:
     def _read(self, event: Event) -> list[tuple[int, int]]:
         """Find who had put there what is read, and how much; the reader is in a later step than these."""
         found: dict[int, int] = defaultdict(int)
-        begin = event.beside if event.beside >= 0 else event.at
-        for low, high, rank, when in self._written[self._host[event.rank], event.beside >= 0]:
-            nbytes = min(high, begin + event.nbytes) - max(low, begin)
+        for low, high, rank, when in self._written[self._host[event.rank]]:
+            nbytes = min(high, event.at + event.nbytes) - max(low, event.at)
             if nbytes > 0:
                 found[rank] += nbytes
                 self._at[event.rank] = max(self._at[event.rank], when + 1)

@@ -40,8 +40,7 @@ class _Struct(msgspec.Struct, omit_defaults=True, frozen=True, tag=True):
 class Lost(_Struct, frozen=True):
     """A rank is lost, or the way to one.
 
-    ``by`` has noticed it. ``rank`` is -1 if it is not known which. ``at`` is the last call of ``by``, which the lost
-    rank has left without, else -1. The others are those of :class:`Departed`.
+    ``by`` has noticed it. ``rank`` is -1 if it is not known which. The others are those of :class:`Departed`.
     """
 
     by: int
@@ -52,7 +51,6 @@ class Lost(_Struct, frozen=True):
     last_operation: str = ""
     last_line: str = ""
     was_in_it: bool = False
-    at: int = -1
 
 
 class Late(_Struct, frozen=True):

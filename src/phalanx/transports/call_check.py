@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import linecache
 import os
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,13 +26,11 @@ from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.operands import DTYPES
 from phalanx.words import tell
 
-__all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "LinePairs", "Wish", "crossed_lines", "fingerprint", "weight"]
+__all__ = ["MOST_JUDGED", "CrossedLines", "LinePairs", "Wish", "crossed_lines", "fingerprint", "weight"]
 
-# Crossed lines of a group that turn out to be arms of one branch: how many are judged where a warning is all that could
-# come of it.
+# How often crossed lines may turn out to be arms of one branch, where a warning is all that could come of it.
 MOST_JUDGED = 64
 _NUMBERS = {name: number for number, name in enumerate(COLLECTIVES, start=1)}
-_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
 
 
 def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> int:
@@ -44,7 +43,7 @@ def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> i
     """
     if tensor is None:
         return hash((_NUMBERS[name], op, root))
-    return hash((_NUMBERS[name], _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.numel(), shape_word(tensor.shape)))
+    return hash((_NUMBERS[name], DTYPES[tensor.dtype], op, root, tensor.numel(), shape_word(tensor.shape)))
 
 
 @cache
@@ -78,31 +77,20 @@ class Wish:
         return wish
 
 
-class Judgements:
-    """Count of how often crossed lines of a group are still judged: ``left``, which is 0 after a warning."""
-
-    def __init__(self, wish: str) -> None:
-        self._warns = wish == Wish.WARN
-        self.left = MOST_JUDGED
-
-    def count(self, *, mistake: bool) -> None:
-        if self._warns:
-            self.left = 0 if mistake else self.left - 1
-
-
 class LinePairs:
     """The lines from which this rank and another one make equal calls, one pair for each call.
 
     Args:
         own, peer: the two ranks.
-        judgements: of their group.
+        wish: of the user, see :class:`Wish`.
 
     Attributes:
         settled: whether a call that both make from one line need not be counted.
     """
 
-    def __init__(self, own: int, peer: int, judgements: Judgements) -> None:
-        self._core, self._own, self._peer, self._judgements = library(), own, peer, judgements
+    def __init__(self, own: int, peer: int, wish: str) -> None:
+        self._core, self._own, self._peer = library(), own, peer
+        self._left = MOST_JUDGED if wish == Wish.WARN else sys.maxsize
         self._pairs = self._core.phx_pairs_open()
         self.settled = True
 
@@ -112,7 +100,7 @@ class LinePairs:
 
     def meet(self, mine: int, theirs: int) -> CrossedLines | None:
         """Note the two lines of a call; return what that shows to have been called in different orders."""
-        if not mine or not theirs or not self._pairs or not self._judgements.left:
+        if not mine or not theirs or not self._pairs or not self._left:
             return None
         if mine == theirs and self.settled:
             return None
@@ -121,9 +109,8 @@ class LinePairs:
         self.settled = bool(self._core.phx_pairs_settled(self._pairs))
         if status != Status.CROSSED:
             return None
-        found = crossed_lines(crossing, self._own, self._peer)
-        self._judgements.count(mistake=found is not None)
-        return found
+        self._left -= 1
+        return crossed_lines(crossing, self._own, self._peer)
 
 
 @dataclass(frozen=True)

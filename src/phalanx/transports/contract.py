@@ -2,8 +2,8 @@
 
 A communicator moves contiguous CPU tensors between the ranks of one group. ``c10d/collectives.py`` unpacks torch's
 options and lists, and ``c10d/progress.py`` keeps the order of operations. A new transport is a class that implements
-the abstract methods here; the others have defaults that are made of them. What it does not promise it says by its
-traits, which the suite of the contract (``tests/world/contract.py``) reads.
+the abstract methods here; the others have defaults that are made of them. In which order
+it adds it says by a trait, which the suite of the contract (``tests/world/contract.py``) reads.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import dtype_name
+from phalanx.diagnosis.call_site import call_site, dtype_name
 from phalanx.errors import ClosedError
 from phalanx.transports.operands import even_pieces, pieces
 
-__all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message", "message_text"]
+__all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message", "message_text", "with_site"]
 
 # The collectives that ranks distinguish when they compare their calls, each with the argument that is its root. Forms
 # with one tensor for all ranks (all_gather_single, ...) count as those with lists, so ranks may mix them.
@@ -40,7 +39,6 @@ COLLECTIVES = {
 }
 
 GLANCE_S = 0.001  # how long a test of a message waits for a thread that tests it too
-_SUM = dist.ReduceOp.SUM.value
 
 
 class Message(ABC):
@@ -164,6 +162,12 @@ def message_text(verb: str, peer: str, tensor: torch.Tensor | None) -> str:
     return f"{verb} {f'rank {peer}' if peer else 'any rank'}{shape}"
 
 
+def with_site(words: str, site: str | None = None) -> str:
+    """What a rank does, with the line of its program that calls it: by default this thread's; without if not known."""
+    site = call_site() if site is None else site
+    return f"{words} at {site}" if site else words
+
+
 _forks = 0  # changed only in a forked child, when it has one thread
 
 
@@ -202,8 +206,8 @@ class Communicator(ABC):
     written is not read in the same call, but for the cases that a method names. A method returns when this rank's
     tensors may be read and reused.
 
-    All methods raise CollectiveMismatch, PeerLost or CollectiveTimeout; after any of them every further call raises the
-    same. The traits say which of them a transport does not promise.
+    All methods raise CollectiveMismatch, on every rank and with the calls of all, PeerLost or CollectiveTimeout; after
+    any of them every further call raises the same.
 
     Attributes:
         rank: this process's rank within the group.
@@ -211,14 +215,12 @@ class Communicator(ABC):
         engine: what carries the bytes, as ``shared memory and TCP``; empty on one host, and over MPI.
         rank_order_sums: trait: floats are added in rank order, 16-bit ones in 32 bits and rounded once, so the bits are
             the same on every rank and in every run. Otherwise the order is the transport's own.
-        compares_calls: trait: calls that do not match raise CollectiveMismatch on every rank, with the calls of all.
     """
 
     rank: int
     size: int
     engine = ""
     rank_order_sums = True
-    compares_calls = True
 
     # -- what every transport implements -----------------------------------------------------------
 
@@ -229,6 +231,34 @@ class Communicator(ABC):
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         """Replace ``tensor`` by the reduction over all ranks; in which order, :attr:`rank_order_sums` says."""
+
+    @abstractmethod
+    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
+        """``all_reduce`` on rank ``root`` only; on the others ``tensor`` stays as it is."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        """Reduce every rank's ``inputs[rank]`` into ``output``, which may be ``inputs[rank]``."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Replace ``tensor`` by the one of rank ``root``."""
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Copy ``tensor`` of rank r into ``outputs[r]``; ``outputs[rank]`` may be it."""
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        """``all_gather`` on rank ``root`` only; the others give no ``outputs``."""
+
+    @abstractmethod
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
+        """Copy ``inputs[r]`` of ``root``, which alone gives them, into ``output`` of rank r, which may be the same."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
 
     @abstractmethod
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -246,15 +276,11 @@ class Communicator(ABC):
     def end_messages(self) -> None:
         """Let no message move any more, and end every wait for one, on any thread, with ClosedError."""
 
-    def compare_rest(self, patience_s: float) -> bool:
+    def compare_rest(self, patience_s: float) -> None:  # noqa: B027 - most have nothing left to compare
         """Compare the last calls of the ranks, before the group is closed; raise what this rank has not been told.
 
         Called by a thread that is alone in the group. Waits at most ``patience_s`` for ranks that are behind.
-
-        Returns:
-            Whether the calls of all ranks have been compared that have not ended before.
         """
-        return True  # most transports have nothing left to compare
 
     def group_fails(self, error: BaseException, cause: str) -> None:  # noqa: B027 - some have nobody to tell
         """Tell the other ranks that an exception is why this one closes the group; ``cause`` is what they read."""
@@ -283,50 +309,17 @@ class Communicator(ABC):
 
     # -- what has a default ------------------------------------------------------------------------
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        """``all_reduce`` on rank ``root`` only; on the others ``tensor`` stays as it is."""
-        reduced = tensor if self.rank == root else tensor.clone()
-        self.all_reduce(reduced, op)
-
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        """Reduce every rank's ``inputs[rank]`` into ``output``, which may be ``inputs[rank]``."""
-        whole = torch.cat([part.view(-1) for part in inputs])
-        self.all_reduce(whole, op)
-        output.view(-1).copy_(even_pieces(whole, self.size)[self.rank])
-
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
         """``reduce_scatter`` of the ``size`` equal parts of one tensor; ``output`` may be this rank's part."""
         self.reduce_scatter(output, even_pieces(tensor, self.size), op)
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Replace ``tensor`` by the one of rank ``root``."""
-        self.scatter(tensor, [tensor] * self.size if self.rank == root else None, root)
-
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` of rank r into ``outputs[r]``; ``outputs[rank]`` may be it."""
-        self._exchange(outputs, [tensor] * self.size)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """``all_gather`` into one tensor: ``tensor`` of rank r becomes its r-th part of ``size`` equal ones."""
         self.all_gather(even_pieces(output, self.size), tensor)
 
-    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        """``all_gather`` on rank ``root`` only; the others give no ``outputs``."""
-        none = tensor.new_empty(0)
-        inputs = [none] * self.size
-        inputs[root] = tensor
-        self._exchange([none] * self.size if outputs is None else outputs, inputs)
-
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
         """``gather`` into one tensor, as :meth:`all_gather_single`; ranks other than ``root`` give none."""
         self.gather(None if output is None else even_pieces(output, self.size), tensor, root)
-
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        """Copy ``inputs[r]`` of ``root``, which alone gives them, into ``output`` of rank r, which may be the same."""
-        none = output.new_empty(0)
-        outputs = [none] * self.size
-        outputs[root] = output
-        self._exchange(outputs, [none] * self.size if inputs is None else inputs)
 
     def all_to_all_single(
         self,
@@ -338,18 +331,6 @@ class Communicator(ABC):
         """``all_to_all`` of the parts of one tensor into those of another; part r has ``counts[r]`` elements."""
         self.all_to_all(pieces(output, output_counts), pieces(tensor, input_counts))
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self.all_reduce(torch.zeros(1), _SUM)
-
-    def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """``all_to_all`` in which what this rank gives itself may already lie where it belongs."""
-        own = inputs[self.rank]
-        if own.numel() and own.data_ptr() == outputs[self.rank].data_ptr():
-            copy = own.clone()
-            inputs = [copy if t.data_ptr() == own.data_ptr() else t for t in inputs]
-        self.all_to_all(outputs, inputs)
-
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory for tensors that :meth:`all_reduce` sums quickest. Every rank calls it, with a size of its own."""
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -359,4 +340,4 @@ class Communicator(ABC):
 
     def rest(self) -> None:
         """Move messages along, and sleep until one may be done, for less than a tenth of a second."""
-        time.sleep(0.002)
+        time.sleep(0.0005)

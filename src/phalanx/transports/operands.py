@@ -1,6 +1,6 @@
 """Operands of collectives: tensors cut into one piece per rank, dtypes, and which reductions are defined.
 
-Operations go by number. ``REDUCIBLE`` stands in the order of the core's ``phx_dtype``.
+Dtypes and operations go by number: the core's (enum phx_dtype, enum phx_op), and torch's for operations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = [
     "DTYPES",
     "FLOATS",
     "OP_NAMES",
+    "OP_NUMBERS",
     "REDUCIBLE",
     "SUM",
     "even_pieces",
@@ -26,9 +27,8 @@ __all__ = [
     "split_counts",
 ]
 
-DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-REDUCIBLE = (
+REDUCIBLE = (  # in the order of the core's numbers, from 1 on
     *FLOATS,
     torch.uint8,
     torch.uint16,
@@ -40,11 +40,16 @@ REDUCIBLE = (
     torch.int64,
     torch.bool,
 )
+# The core's number of every dtype. Those that it cannot reduce have one that only distinguishes them.
+_COPIED = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - {*REDUCIBLE}
+DTYPES = {dtype: number for number, dtype in enumerate(REDUCIBLE, start=1)}
+DTYPES |= {dtype: number for number, dtype in enumerate(sorted(_COPIED, key=str), start=32)}
 
 # torch's ReduceOp compares and hashes slowly; its integer value is what travels inside Phalanx.
 OP_NAMES = {
     getattr(dist.ReduceOp, name).value: name for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
+OP_NUMBERS = {op: number for number, op in enumerate(OP_NAMES, start=1)}  # the core's
 SUM: int = dist.ReduceOp.SUM.value
 AVG: int = dist.ReduceOp.AVG.value
 _BITWISE = frozenset(getattr(dist.ReduceOp, name).value for name in ("BAND", "BOR", "BXOR"))

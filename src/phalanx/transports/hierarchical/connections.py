@@ -23,7 +23,6 @@ import ctypes
 import json
 import os
 import secrets
-import selectors
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from datetime import timedelta
 from phalanx import settings
 from phalanx.errors import BackendError, PeerLost
 from phalanx.membership.abort import GroupAbort, address_key
+from phalanx.membership.loop import Loop
 from phalanx.native.core import Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.system.foreign_values import read_json
@@ -54,7 +54,6 @@ KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6)
 DIALLING_S = 3.0  # how long connecting may take, and then the handshake as long again
 AGAIN_S = 0.1
 _ENDING_S = 2.0
-_LONGEST_STEP_S = 10.0
 
 Admit = Callable[[int, int], bool]
 
@@ -64,18 +63,15 @@ class _Listener:
 
     def __init__(self) -> None:
         self._groups: dict[str, Admit] = {}
-        self._selector = selectors.DefaultSelector()
         listener = listen(_own_address(), 0)
         self.where: tuple[str, int] = listener.getsockname()[:2]
-        self._door = Door(listener, job_key(), ROLE, KEEP_ALIVE, self._selector, self._admit)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._end)
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="phalanx-messages", daemon=True)
+        self._loop = Loop("phalanx-messages")
+        self._door = Door(listener, job_key(), ROLE, KEEP_ALIVE, self._loop.selector, self._admit)
+        self._loop.tend = self._door.tend
         try:
-            start(self._thread)
+            self._loop.start()
         except BaseException:
-            self.let_go()
+            self._end()
             raise
 
     def add(self, admit: Admit) -> str:
@@ -90,25 +86,18 @@ class _Listener:
         return not self._groups
 
     def close(self) -> None:
-        os.eventfd_write(self._bell, 1)
-        if self._thread is not threading.current_thread():
-            self._thread.join(_ENDING_S)
+        self._loop.call(self._end)
+        if self._loop.thread is not threading.current_thread():
+            self._loop.thread.join(_ENDING_S)
 
     def let_go(self) -> None:
-        """Close what it has; in a forked child that is the parent's, and no thread uses it."""
+        """In a forked child: close what is the parent's."""
         self._door.let_go()
-        self._selector.close()
-        os.close(self._bell)
-
-    def _run(self) -> None:
-        while not self._ended:
-            wait_s = self._door.tend(time.monotonic()) - time.monotonic()
-            for key, _ in self._selector.select(min(max(0.0, wait_s), _LONGEST_STEP_S)):
-                key.data()
-        self.let_go()
+        self._loop.let_go()
 
     def _end(self) -> None:
-        self._ended = True
+        self._door.close()
+        self._loop.stop()
 
     def _admit(self, arrival: Arrival) -> None:
         with arrival.sock:
@@ -223,6 +212,7 @@ class RemoteMail:
             raise
 
     def look_for(self, peer: int | None, *, if_gone: bool = False) -> None:
+        """Dial a rank that a message does not come from, or any, to know whether it is there; or if it has gone."""
         for each in [peer] if peer is not None else [*self.undialled]:
             if each in self.undialled and (not if_gone or self._group.is_gone(each)):
                 with contextlib.suppress(BackendError):  # who waits has a timeout

@@ -1,5 +1,5 @@
-"""Copies over several hosts. A small one travels in the leaders' frames; of a larger one each byte crosses a link as
-seldom as it can.
+"""Copies over several hosts. Small ones travel in the leaders' frames, or straight from rank to rank; of a larger one
+each byte crosses a link as seldom as it can.
 
 Costs are for H hosts and S bytes, as bytes that leave, or arrive at, one host.
 """
@@ -7,13 +7,14 @@ Costs are for H hosts and S bytes, as bytes that leave, or arrive at, one host.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from phalanx.transports.hierarchical.engine import Transfer
-from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.layout import Scratch, in_chunks
+from phalanx.transports.hierarchical.frames import NOTHING, Schedules
+from phalanx.transports.hierarchical.layout import in_chunks
 
 __all__ = ["Copies"]
 
@@ -21,36 +22,32 @@ _TAG = 1
 _copy = ctypes.memmove
 
 
-class Copies:
-    """The copies of one group; every rank of it calls the same method, with flat tensors.
-
-    In every method ``call`` is a number that is equal for equal calls.
-    """
-
-    def __init__(self, frames: Frames) -> None:
-        self._frames, self._sizes = frames, frames.sizes
-        self._layout, self._local, self._engine = frames.layout, frames.local, frames.engine
-        self._scratch = Scratch()
-        self._others = [rank for ranks in self._layout.hosts if ranks is not self._layout.here for rank in ranks]
+class Copies(Schedules):
+    """The copies of a group over several hosts."""
 
     # -- broadcast ---------------------------------------------------------------------------------
 
-    def broadcast(self, call: int, flat: torch.Tensor, root: int) -> None:
-        if flat.nbytes > self._sizes.frame_bytes:
-            self._broadcast_along_chain(call, flat, root)
-            return
-        host, place = self._layout.place(root)
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        with self.call.named("broadcast", tensor, root=root) as call:
+            flat = tensor.view(-1)
+            if flat.nbytes > self.sizes.frame_bytes:
+                self._broadcast_along_chain(call, flat, root)
+            else:
+                self._broadcast_in_frames(call, flat, root)
+
+    def _broadcast_in_frames(self, call: int, flat: torch.Tensor, root: int) -> None:
+        host, place = self.layout.place(root)
         nbytes = flat.nbytes
-        if host == self._layout.host:
-            self._local.broadcast(flat, place)
-            self._frames.meet(call, (flat.data_ptr(), nbytes))
+        if host == self.layout.host:
+            self.local.broadcast(flat, place)
+            self.frames.meet(call, (flat.data_ptr(), nbytes))
         else:
-            found = self._frames.meet(call, NOTHING, lambda parts, to: bool(_copy(to, parts[host], nbytes)), nbytes)
+            found = self.frames.meet(call, NOTHING, lambda parts, to: bool(_copy(to, parts[host], nbytes)), nbytes)
             _copy(flat.data_ptr(), found, nbytes)
 
     def _broadcast_along_chain(self, call: int, flat: torch.Tensor, root: int) -> None:
         """Pass chunks on from the root's host: S arrive at each host, and leave it once, but for the last."""
-        layout = self._layout
+        layout = self.layout
         first, place = layout.place(root)
         count = len(layout.hosts)
         turn = (layout.host - first) % count
@@ -60,46 +57,34 @@ class Copies:
         carries = layout.local == mine
         sources = [before[place if turn == 1 else min(place, len(before) - 1)]] if carries and turn else []
         targets = [after[min(place, len(after) - 1)]] if carries and turn + 1 < count else []
-        chunks = in_chunks(flat, self._sizes.chunk_bytes)
-        self._frames.meet(call)
-        coming = [self._engine.recv(chunk, rank, _TAG) for rank in sources for chunk in chunks]
+        chunks = in_chunks(flat, self.sizes.chunk_bytes)
+        self.frames.meet(call)
+        coming = [self.remote.recv(chunk, rank, _TAG) for rank in sources for chunk in chunks]
         sent: list[Transfer] = []
         for number, chunk in enumerate(chunks):
             if coming:
                 coming[number].wait()
-            sent += [self._engine.send(chunk, rank, _TAG) for rank in targets]
-            self._local.broadcast(chunk, mine)
-        self._engine.wait(sent)
+            sent += [self.remote.send(chunk, rank, _TAG) for rank in targets]
+            self.local.broadcast(chunk, mine)
+        self.remote.wait(sent)
 
-    # -- all_gather and gather ---------------------------------------------------------------------
+    # -- all_gather --------------------------------------------------------------------------------
 
-    def all_gather(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-        if self._fits_frames(flat):
-            self._gather_in_frames(call, outputs, flat, None)
-        else:
-            self._all_gather_around_ring(call, outputs, flat)
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        with self.call.named("all_gather", tensor) as call:
+            flat, places = tensor.view(-1), [output.view(-1) for output in outputs]
+            if flat.nbytes * max(map(len, self.layout.hosts)) <= self.sizes.frame_bytes:
+                self._all_gather_in_frames(call, places, flat)
+            else:
+                self._all_gather_around_ring(call, places, flat)
 
-    def gather(self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int) -> None:
-        if self._fits_frames(flat):
-            self._gather_in_frames(call, outputs, flat, root)
-        else:
-            self._gather_straight(call, outputs, flat, root)
-
-    def _fits_frames(self, flat: torch.Tensor) -> bool:
-        """Return whether a frame has room for so much of every rank of a host."""
-        return flat.nbytes * max(map(len, self._layout.hosts)) <= self._sizes.frame_bytes
-
-    def _gather_in_frames(
-        self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int | None
-    ) -> None:
-        """Give all ranks the tensors of all, or the ranks of the root's host, of which the root alone has outputs."""
-        layout, nbytes = self._layout, flat.nbytes
-        to_here = root is None or layout.place(root)[0] == layout.host
+    def _all_gather_in_frames(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        layout, nbytes = self.layout, flat.nbytes
         together, own = None, 0
         if layout.leader:
-            together = self._scratch.take_bytes("together", len(layout.here) * nbytes).view(flat.dtype)
+            together = self.scratch.take_bytes("together", len(layout.here) * nbytes).view(flat.dtype)
             own = together.data_ptr()
-        self._local.gather_single(together, flat, 0)
+        self.local.gather_single(together, flat, 0)
 
         def join(parts: Sequence[int], to: int) -> bool:
             for part, ranks in zip(parts, layout.hosts, strict=True):
@@ -107,12 +92,9 @@ class Copies:
                 to += len(ranks) * nbytes
             return True
 
-        data = NOTHING if to_here and root is not None else (own, len(layout.here) * nbytes)
-        everything = sum(map(len, layout.hosts)) * nbytes
-        found = self._frames.meet(call, data, join, everything) if to_here else self._frames.meet(call, data)
-        if outputs is not None:
-            for number, rank in enumerate(rank for ranks in layout.hosts for rank in ranks):
-                _copy(outputs[rank].data_ptr(), found + number * nbytes, nbytes)
+        found = self.frames.meet(call, (own, len(layout.here) * nbytes), join, self.size * nbytes)
+        for number, rank in enumerate(rank for ranks in layout.hosts for rank in ranks):
+            _copy(outputs[rank].data_ptr(), found + number * nbytes, nbytes)
 
     def _all_gather_around_ring(self, call: int, outputs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         """Pass on to the next host what it has not, and spread what has come, in chunks.
@@ -120,85 +102,97 @@ class Copies:
         A block is carried, on each host, by one of its ranks, so all of them work. With unequal hosts this is less than
         if each host sent to all others: no link carries more than all blocks but those of the smallest host.
         """
-        layout = self._layout
+        layout = self.layout
         count, own = len(layout.hosts), layout.local
         after, before = ((layout.host + step) % count for step in (1, -1))
         target, source = layout.hosts[after], layout.hosts[before]
         # In the order in which they come: the host before sends its own first, then those that it was sent.
         coming = [(layout.host - turn) % count for turn in range(1, count)]
-        chunks = [in_chunks(output, self._sizes.chunk_bytes) for output in outputs]
+        chunks = [in_chunks(output, self.sizes.chunk_bytes) for output in outputs]
         carried = {
             host: [(place, rank) for place, rank in enumerate(layout.hosts[host]) if place % len(layout.here) == own]
             for host in coming
         }
 
-        self._frames.meet(call)
+        self.frames.meet(call)
         arriving = {
-            (rank, turn): self._engine.recv(chunks[rank][turn], source[place % len(source)], _TAG)
+            (rank, turn): self.remote.recv(chunks[rank][turn], source[place % len(source)], _TAG)
             for host in coming
             for turn in range(len(chunks[0]))
             for place, rank in carried[host]
         }
-        own_chunks = in_chunks(flat, self._sizes.chunk_bytes)
-        sent = [self._engine.send(chunk, target[own % len(target)], _TAG) for chunk in own_chunks]
-        self._local.all_gather([outputs[rank] for rank in layout.here], flat)
+        own_chunks = in_chunks(flat, self.sizes.chunk_bytes)
+        sent = [self.remote.send(chunk, target[own % len(target)], _TAG) for chunk in own_chunks]
+        self.local.all_gather([outputs[rank] for rank in layout.here], flat)
         for host in coming:
             for turn in range(len(chunks[0])):
                 for place, rank in carried[host]:
                     arriving[rank, turn].wait()
                     if host != after:
-                        sent.append(self._engine.send(chunks[rank][turn], target[place % len(target)], _TAG))
+                        sent.append(self.remote.send(chunks[rank][turn], target[place % len(target)], _TAG))
                 self._spread([chunks[rank][turn] for rank in layout.hosts[host]])
-        self._engine.wait(sent)
+        self.remote.wait(sent)
 
     def _spread(self, parts: Sequence[torch.Tensor]) -> None:
         """Give all ranks of this host parts of which rank ``i % ranks`` has part i."""
-        ranks = len(self._layout.here)
+        ranks = len(self.layout.here)
         for begin in range(0, len(parts), ranks):
             some = parts[begin : begin + ranks]
             if len(some) == ranks:
-                self._local.all_gather(some, some[self._layout.local])
+                self.local.all_gather(some, some[self.layout.local])
             else:
                 for place, part in enumerate(some):
-                    self._local.broadcast(part, place)
+                    self.local.broadcast(part, place)
 
-    def _gather_straight(
-        self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int
+    # -- from rank to rank -------------------------------------------------------------------------
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        with self.call.named("gather", tensor, root=root) as call:
+            here = [outputs[rank] for rank in self.layout.here] if outputs else None
+            host, place = self.layout.place(root)
+
+            def inside() -> None:
+                if host == self.layout.host:
+                    self.local.gather(here, tensor, place)
+
+            self._exchange(call, dict(enumerate(outputs or ())), {root: tensor}, inside)
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
+        with self.call.named("scatter", output, root=root) as call:
+            here = [inputs[rank] for rank in self.layout.here] if inputs else None
+            host, place = self.layout.place(root)
+
+            def inside() -> None:
+                if host == self.layout.host:
+                    self.local.scatter(output, here, place)
+
+            self._exchange(call, {root: output}, dict(enumerate(inputs or ())), inside)
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """The receiver of a part compares its size with what it expects: the two alone know it."""
+        given, expected = ([tensor.nbytes for tensor in tensors] for tensors in (inputs, outputs))
+        with self.call.exchanging(inputs[0].dtype, given, expected) as call:
+            to, parts = ([tensors[rank] for rank in self.layout.here] for tensors in (outputs, inputs))
+            inside = partial(self.local.all_to_all, to, parts)
+            self._exchange(call, dict(enumerate(outputs)), dict(enumerate(inputs)), inside)
+
+    def _exchange(
+        self,
+        call: int,
+        coming: Mapping[int, torch.Tensor],
+        going: Mapping[int, torch.Tensor],
+        inside: Callable[[], None],
     ) -> None:
-        """Send from the ranks of other hosts to the root: no byte is copied on its way."""
-        layout = self._layout
-        host, place = layout.place(root)
-        self._frames.meet(call)
-        if layout.host != host:
-            self._engine.send(flat, root, _TAG).wait()
-            return
-        coming = [self._engine.recv(outputs[rank], rank, _TAG) for rank in self._others] if outputs else []
-        self._local.gather([outputs[rank] for rank in layout.here] if outputs else None, flat, place)
-        self._engine.wait(coming)
+        """Receive from, and send to, those of these ranks that are on other hosts, and do what is done inside this one.
 
-    # -- scatter -----------------------------------------------------------------------------------
-
-    def scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        size, count = sum(map(len, self._layout.hosts)), output.numel()
-        if output.nbytes * size > self._sizes.frame_bytes:
-            self._scatter_straight(call, output, inputs, root)
-            return
-        # All parts are small together, so all ranks get all of them.
-        whole = output.new_empty(size * count) if inputs is None else torch.cat([*inputs])
-        rank = self._layout.here[self._layout.local]
-        self.broadcast(call, whole, root)
-        output.copy_(whole[rank * count : (rank + 1) * count])
-
-    def _scatter_straight(
-        self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
-    ) -> None:
-        """Send from the root to each rank of other hosts: no byte is copied on its way."""
-        layout = self._layout
-        host, place = layout.place(root)
-        self._frames.meet(call)
-        if layout.host != host:
-            self._engine.recv(output, root, _TAG).wait()
-            return
-        sent = [self._engine.send(inputs[rank], rank, _TAG) for rank in self._others] if inputs else []
-        self._local.scatter(output, [inputs[rank] for rank in layout.here] if inputs else None, place)
-        self._engine.wait(sent)
+        What is small leaves before the calls are compared. If nobody expects it, it stays in its connection. What is
+        large would hold up the frames there.
+        """
+        transfers = [self.remote.recv(coming[rank], rank, _TAG) for rank in self.others if rank in coming]
+        parts = [(going[rank], rank) for rank in self.others if rank in going]
+        small = self.sizes.frame_bytes
+        transfers += [self.remote.send(part, rank, _TAG) for part, rank in parts if part.nbytes <= small]
+        inside()
+        self.frames.meet(call)
+        transfers += [self.remote.send(part, rank, _TAG) for part, rank in parts if part.nbytes > small]
+        self.remote.wait(transfers)

@@ -1,7 +1,7 @@
 """The engine that carries a group's collectives between hosts: messages of the core in a mailbox of their own.
 
 It has connections of its own, so that no collective waits behind a message of the program. What is sent is raw bytes,
-in the order of the calls with one tag. A receive may have room for more than what is sent, never for less.
+in the order of the calls with one tag. With the tag :data:`FRAMES` a receive may have room for more than what is sent.
 """
 
 from __future__ import annotations
@@ -18,29 +18,24 @@ from phalanx.native.core import End, Status
 from phalanx.transports.hierarchical.connections import RemoteMail
 from phalanx.transports.hierarchical.layout import Layout
 
-__all__ = ["Engine", "PeerAbsent", "Transfer", "TransferFailed", "TransferLate"]
+__all__ = ["FRAMES", "Engine", "Transfer", "TransferFailed"]
 
-_RAW = 0  # the dtype of raw bytes
+FRAMES = 0  # the tag of the leaders' frames
+_RAW, _EXACT = 0, 1  # dtypes: of bytes that may be fewer than there is room for, and of others
 
 
 class TransferFailed(Exception):
-    """The rank at the other end of a transfer is gone, or the connection to it; or the engine was aborted here.
+    """A transfer has failed, or the engine was aborted here.
 
     Attributes:
-        peer: that rank.
+        peer: the rank at the other end; -1 if it is not known.
+        status: the core's: ``OVERDUE`` if nothing was moved within the group's timeout, ``PEER_LEFT`` if the peer has
+            left the group in order, ``DIFFERS`` if it has sent what is not expected, else ``CUT``.
     """
 
-    def __init__(self, peer: int, why: str) -> None:
-        super().__init__(why)
-        self.peer = peer
-
-
-class TransferLate(TransferFailed):
-    """Nothing has come from, or gone to, the rank at the other end within the group's timeout."""
-
-
-class PeerAbsent(TransferFailed):
-    """The rank at the other end has left the group in order, and takes no part in anything any more."""
+    def __init__(self, peer: int, status: int = Status.CUT) -> None:
+        super().__init__(f"a transfer has failed (status {status})")
+        self.peer, self.status = peer, status
 
 
 class Transfer:
@@ -70,7 +65,6 @@ class Engine(RemoteMail):
     A tensor may not change until its transfer is done. After an error the group is broken.
     """
 
-    name = "TCP"
     _spin = 0  # where ranks share cores, yielding took up to twenty times as long as sleeping on the connection
 
     def __init__(self, layout: Layout, group: GroupAbort, timeout: timedelta) -> None:
@@ -108,21 +102,14 @@ class Engine(RemoteMail):
                 self._core.phx_message_free(comm, handle)
         if status != Status.OK:
             self.mailbox.signals.raise_pending()
-            raise self._failure(status, peer)
+            raise TransferFailed(peer, status)
 
     def _message(self, comm: int, tensor: torch.Tensor, peer: int, tag: int) -> tuple[object, ...]:
         if not comm:
-            raise TransferFailed(peer, "the group is closed")
-        return comm, tensor.data_ptr(), byref(End(tensor.nbytes, _RAW, 0)), peer, tag
+            raise TransferFailed(peer)
+        return comm, tensor.data_ptr(), byref(End(tensor.nbytes, _EXACT if tag else _RAW, 0)), peer, tag
 
     def _begun(self, handle: int | None, tensor: torch.Tensor, peer: int) -> Transfer:
         if not handle:
             raise BackendError("there is no memory for a message between hosts")
         return Transfer(self, handle, tensor, peer)
-
-    def _failure(self, status: int, peer: int) -> TransferFailed:
-        if status == Status.OVERDUE:
-            return TransferLate(peer, f"nothing was moved for {self._timeout_s:g} s")
-        if status == Status.PEER_LEFT:
-            return PeerAbsent(peer, "it has left")
-        return TransferFailed(peer, "the connection has ended, or the group is broken")

@@ -2,8 +2,8 @@
 
 The *leader* of a host is its lowest rank. Each leader writes a frame: a number that is equal for equal calls, the line
 of the program, and a little data. An all-gather brings all frames to all leaders. Then each leader tells its host
-whether the calls are equal, and what it makes of the data. Small collectives need nothing else. Large ones send their
-data when their calls have been compared, so nobody is sent what it does not expect.
+whether the calls are equal, and what it makes of the data. Small collectives need nothing else. What is large is sent
+when the calls have been compared, so nobody is sent much that it does not expect.
 
 The all-gather is Bruck's (IEEE Transactions on Parallel and Distributed Systems, 1997), with three partners a round. In
 round k a leader has the frames of 4^k hosts, its own and those after it. It sends them to the leaders 1, 2 and 3 times
@@ -22,20 +22,18 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.native.core import library
-from phalanx.transports.call_check import Judgements, LinePairs, Wish
+from phalanx.transports.call_check import LinePairs, Wish
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.engine import Engine, Transfer
-from phalanx.transports.hierarchical.layout import Layout, Sizes
-from phalanx.transports.hierarchical.reason import CallsDiffer, Crossed
+from phalanx.transports.hierarchical.engine import FRAMES, Engine, Transfer
+from phalanx.transports.hierarchical.layout import Layout, Scratch, Sizes
+from phalanx.transports.hierarchical.reason import CallsDiffer, Crossed, PresentCall
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
-__all__ = ["ENTRY_BYTES", "HEAD_BYTES", "NOTHING", "Data", "Frames", "Make"]
+__all__ = ["HEAD_BYTES", "NOTHING", "Data", "Frames", "Make", "Schedules"]
 
-ENTRY_BYTES = 16  # of an all_to_all, for each host: a hash of the sizes of what goes there, and where that begins
 HEAD_BYTES = 64  # before each frame's data and each verdict, so that what follows is aligned
-# The number of the frame, that of the call, the bytes of data, and the line of the program that makes the call.
-_HEAD = struct.Struct("<QqQH")
-_TAG = 0
+# The number of the call, the bytes of data, and the line of the program that makes the call.
+_HEAD = struct.Struct("<qQH")
 _RADIX = 4  # a message costs a leader about as much as the way of one takes in a local network
 
 Data = tuple[int, int]  # where it lies, and how many bytes it has
@@ -46,23 +44,35 @@ Make = Callable[[Sequence[int], int], bool]
 _copy = ctypes.memmove
 
 
+class Schedules(Communicator):
+    """Fields of a communicator over several hosts that its collectives use."""
+
+    layout: Layout
+    local: Communicator  # of the ranks of this host
+    remote: Engine
+    frames: Frames
+    sizes: Sizes
+    scratch: Scratch
+    others: Sequence[int]  # ranks of other hosts, beginning after this one, so that not all begin with the same
+    call: PresentCall
+
+
 class Frames:
-    """The agreement of one group, and what its schedules share. Every rank of it calls the same method.
+    """The agreement of one group. Every rank of it calls the same method.
 
     Args:
         layout: where the ranks are.
         local: a communicator of the ranks of this host.
         engine: carries bytes between hosts.
-        sizes: at which the ways change.
+        nbytes: the most data of a frame.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine, sizes: Sizes) -> None:
-        self.layout, self.local, self.engine, self.sizes = layout, local, engine, sizes
+    def __init__(self, layout: Layout, local: Communicator, engine: Engine, nbytes: int) -> None:
+        self._local = local
         self._all_gather: _AllGather | None = None
         if layout.leader:
             tells = local.tells_crossing if isinstance(local, SharedMemoryCommunicator) else lambda: True
             lines = _Lines(layout.here[0], {} if layout.host else dict(enumerate(layout.leaders)), tells)
-            nbytes = sizes.exchange_bytes + ENTRY_BYTES * len(layout.hosts)
             self._all_gather = _AllGather(layout, engine, nbytes, lines)
         self._news = torch.empty(HEAD_BYTES, dtype=torch.uint8)
 
@@ -89,7 +99,7 @@ class Frames:
             frames = self._all_gather.exchange(call, data)
             right = frames is not None and (make is None or make(frames, address + HEAD_BYTES))
             verdict.value = call if right else ~call
-        self.local.broadcast(self._news[: HEAD_BYTES + nbytes], 0)
+        self._local.broadcast(self._news[: HEAD_BYTES + nbytes], 0)
         if verdict.value != call:
             raise CallsDiffer
         return address + HEAD_BYTES
@@ -116,7 +126,6 @@ class _AllGather:
         most = _padded(HEAD_BYTES + nbytes)
         self._memory = torch.empty(count * most, dtype=torch.uint8)
         self._head = memoryview(self._memory.numpy())  # type: ignore[arg-type]
-        self._number = 0
         self._rounds: list[list[_Partners]] = []
         step = 1
         while step < count:
@@ -131,26 +140,25 @@ class _AllGather:
     def exchange(self, call: int, data: Data) -> list[int] | None:
         """Compare the calls; return where the data of each host lies until the next one, or None if they differ."""
         begin, line = self._memory.data_ptr(), self._lines.own()
-        _HEAD.pack_into(self._head, 0, self._number, call, data[1], line)
+        _HEAD.pack_into(self._head, 0, call, data[1], line)
         _copy(begin + HEAD_BYTES, *data)
         begins = [0, _padded(HEAD_BYTES + data[1])]  # of the frames of this host and of those after it, one by one
         same, lines, sent = True, [line], list[Transfer]()
         for partners in self._rounds:
-            coming = [self._engine.recv(each.memory, each.source, _TAG) for each in partners]
-            sent += [self._engine.send(self._memory[: begins[each.frames]], each.to, _TAG) for each in partners]
+            coming = [self._engine.recv(each.memory, each.source, FRAMES) for each in partners]
+            sent += [self._engine.send(self._memory[: begins[each.frames]], each.to, FRAMES) for each in partners]
             for each, transfer in zip(partners, coming, strict=True):
                 transfer.wait()
                 source = each.memory.data_ptr() - begins[-1]
                 for _ in range(each.frames):
                     at = begins[-1]
                     _copy(begin + at, source + at, HEAD_BYTES)
-                    number, its_call, nbytes, its_line = _HEAD.unpack_from(self._head, at)
+                    its_call, nbytes, its_line = _HEAD.unpack_from(self._head, at)
                     _copy(begin + at + HEAD_BYTES, source + at + HEAD_BYTES, nbytes)
-                    same = same and number == self._number and its_call == call
+                    same = same and its_call == call
                     begins.append(at + _padded(HEAD_BYTES + nbytes))
                     lines.append(its_line)
         self._engine.wait(sent)  # all have come, so they take what they are sent
-        self._number += 1
         if not same:
             return None
         self._lines.meet(line, [lines[turn] for turn in self._turns])
@@ -170,9 +178,8 @@ class _Lines:
 
     def __init__(self, rank: int, peers: Mapping[int, int], tells: Callable[[], bool]) -> None:
         self._tells, self._wish = tells, Wish.read()
-        judgements = Judgements(self._wish)
         compared = {} if self._wish == Wish.IGNORE else peers
-        self._pairs = {host: LinePairs(rank, peer, judgements) for host, peer in compared.items() if peer != rank}
+        self._pairs = {host: LinePairs(rank, peer, self._wish) for host, peer in compared.items() if peer != rank}
 
     def own(self) -> int:
         """Return the number of the line that calls this thread's collective; 0 if it is not known."""
@@ -182,10 +189,14 @@ class _Lines:
         """Compare the line of this leader's call with those of equal calls, by host; may raise Crossed."""
         for host, pairs in self._pairs.items():
             crossed = pairs.meet(mine, theirs[host])
-            if crossed is not None and self._wish == Wish.ERROR:
+            if crossed is None:
+                continue
+            if self._wish == Wish.ERROR:
                 raise Crossed(crossed.briefly())
-            if crossed is not None and self._tells():
+            if self._tells():
                 crossed.warn()
+            self._pairs = {}
+            return
 
 
 def _padded(nbytes: int) -> int:

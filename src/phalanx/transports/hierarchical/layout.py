@@ -26,13 +26,8 @@ from phalanx.words import format_limit, format_named
 __all__ = ["Layout", "Scratch", "Sizes", "find_hosts", "in_chunks", "said_by_all"]
 
 # docs/algorithms.md says how these were chosen.
-_FRAMES_BYTES, _LEAST_FRAME_BYTES = (
-    64 * 1024,
-    4 * 1024,
-)  # to one leader, of all others and of one
-_EXCHANGE_BYTES = 32 * 1024  # by each in an all_to_all
+_FRAMES_BYTES, _LEAST_FRAME_BYTES = 64 * 1024, 4 * 1024  # to one leader, of all others and of one
 _CHUNK_BYTES = 4 << 20
-_LED_BYTES = 1 << 20  # what one host sends all others in an all_to_all by its leader
 
 
 class Layout:
@@ -136,23 +131,17 @@ class Sizes:
     """The sizes of one group, equal on all its ranks.
 
     Attributes:
-        frame_bytes: the most data of a host's frame in other collectives than all_to_all.
-        exchange_bytes: the same in an all_to_all, all that a host has for others.
+        frame_bytes: the most data of a host's frame.
         chunk_bytes: about how much of a larger tensor is moved at once (:func:`in_chunks`).
-        shared_bytes: the most that the leader of one host sends that of another for its ranks in an all_to_all.
     """
 
     frame_bytes: int
-    exchange_bytes: int
     chunk_bytes: int = _CHUNK_BYTES
-    shared_bytes: int = _LED_BYTES
 
     @staticmethod
     def among(hosts: int) -> Sizes:
         """Return those of a group over so many hosts."""
-        others = max(1, hosts - 1)
-        frame_bytes = max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // others)
-        return Sizes(frame_bytes, max(frame_bytes, _EXCHANGE_BYTES), shared_bytes=_LED_BYTES // others)
+        return Sizes(max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // max(1, hosts - 1)))
 
 
 def in_chunks(flat: torch.Tensor, chunk_bytes: int) -> list[torch.Tensor]:

@@ -8,22 +8,21 @@ has ended is asked here.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from datetime import timedelta
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import call_site
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
 from phalanx.native.core import End, SeenMessage, Status
-from phalanx.transports.contract import Communicator
+from phalanx.transports.contract import Communicator, with_site
 from phalanx.transports.hierarchical.connections import RemoteMail
 from phalanx.transports.hierarchical.engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
-from phalanx.transports.hierarchical.reason import EndsDiffer, Reason
+from phalanx.transports.hierarchical.reason import Reason
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.shm.explanation import MessageEnd
+from phalanx.transports.shm.explanation import MessageEnd, unequal_ends
 
 __all__ = ["HierarchicalMessages"]
 
@@ -37,57 +36,50 @@ class HierarchicalMessages(RemoteMail):
         layout: where the ranks are.
         local: the communicator of the ranks of this host.
         group, timeout: as for every mailbox with connections.
+        reason: makes the errors of a group that is broken, or is to be.
     """
 
-    _reason: Reason
-    _break_group: Callable[[BaseException, str], PhalanxError]
-
-    def __init__(self, layout: Layout, local: Communicator, group: GroupAbort, timeout: timedelta) -> None:
+    def __init__(
+        self, layout: Layout, local: Communicator, group: GroupAbort, timeout: timedelta, reason: Reason
+    ) -> None:
+        self._reason = reason
         own = local.mailbox if isinstance(local, SharedMemoryCommunicator) else None
         super().__init__("messages", layout, group, timeout, own)
         self.mailbox.elsewhere = self
         if own is None:
             self.mailbox.explain = self._explain_broken
 
-    def begin(self, reason: Reason, break_group: Callable[[BaseException, str], PhalanxError]) -> None:
-        """Let messages begin.
-
-        Args:
-            reason: why the group is broken, and which ranks have left it.
-            break_group: makes the error for a group that is broken, or is to be, of what was found and the message.
-        """
-        self._reason, self._break_group = reason, break_group
-
     def dial(self, peer: int) -> None:
+        """Connect to a rank that is not dialled yet in the background, as there is a message for it."""
         try:
             super().dial(peer)
         except BackendError as error:
             raise self.explain(error, f"send to rank {peer}") from None
 
     def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
+        """Make the error of a message of its status; it breaks the group, unless the peer has left in order."""
         if status == Status.OVERDUE:
             return self.explain(self._late(peer, words), words)
         if ends is not None and peer is not None:
             sent, line, own = ends
             at_sender = MessageEnd(peer, sent.nbytes, sent.dtype, line)
             here = MessageEnd(self._rank, own.nbytes, own.dtype, recorder.place_of(own.site))
-            return self.explain(EndsDiffer(at_sender, here), words)
+            return self.explain(unequal_ends(at_sender, here), words)
         if self._group.fact is not None:  # and the peer left because of that
-            return self.explain(TransferFailed(-1 if peer is None else peer, "the group is broken"), words)
+            return self.explain(TransferFailed(-1 if peer is None else peer), words)
         if peer is None:
             return with_own_wait(PeerLost.left_before_message(words))
         if status == Status.PEER_LEFT or self._group.has_left(peer):
             pid, host = self._group.pids[peer], self._layout.name(peer)
             return with_own_wait(PeerLost.left_before_message(words, group_rank=peer, pid=pid, host=host))
-        return self.explain(TransferFailed(peer, "the connection has ended"), words)
+        return self.explain(TransferFailed(peer), words)
 
     def explain(self, found: BaseException, words: str) -> PhalanxError:
         """Make the error of a message that ends with the group, which is broken now if it was not."""
-        return self._break_group(self.mailbox.signals.pending or found, words)
+        return self._reason.call.error_of_message(self.mailbox.signals.pending or found, words)
 
     def _explain_broken(self, message: str) -> PhalanxError:
-        site = call_site()
-        return self.explain(TransferFailed(-1, "the group is broken"), f"{message} at {site}" if site else message)
+        return self.explain(TransferFailed(-1), with_site(message))
 
     def _late(self, peer: int | None, words: str) -> CollectiveTimeout:
         limit_s = self._timeout_s
@@ -100,9 +92,11 @@ class HierarchicalMessages(RemoteMail):
     # -- for who watches the ranks ---------------------------------------------------------------------
 
     def awaited(self) -> Collection[int]:
+        """List the ranks of other hosts that somebody waits for a message of, or to; no answer waits for a rank."""
         return self._waiting()[0]
 
     def doing(self, about: Collection[int]) -> str:
+        """Describe the message that this rank is in, rather one with these ranks; empty if there is none."""
         seen = self._waiting(about)[1]
         if seen is None:
             return ""
@@ -126,7 +120,8 @@ class HierarchicalMessages(RemoteMail):
             return
         if not self.mailbox.why_broken().status:
             self.await_dialled(LEAVING_S)
-        self._reason.tell_left()  # before the connections end: who finds none goes by what it was told
+        if not self._reason.fails:
+            self._group.leave()  # before the connections end: who finds none goes by what it was told
         self.stop(in_order=not self._reason.fails)
 
     def close(self, in_order: bool = False) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -26,17 +26,20 @@ from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, Phal
 from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Gone
 from phalanx.membership.protocol import Departed, Differs, Fact, Late, Lost, Position, Way, needs_positions
-from phalanx.native.core import TEXT_BYTES
+from phalanx.native.core import Status
 from phalanx.system import processes
 from phalanx.transports.call_check import fingerprint
-from phalanx.transports.contract import Communicator
-from phalanx.transports.hierarchical.engine import PeerAbsent, TransferFailed, TransferLate
+from phalanx.transports.contract import Communicator, with_site
+from phalanx.transports.hierarchical.engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.wording import Wording
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import MessageEnd, ends_of, text_of_call, unequal_ends
 
-__all__ = ["CallsDiffer", "Crossed", "EndsDiffer", "Messages", "PresentCall", "Reason"]
+if TYPE_CHECKING:
+    from phalanx.transports.hierarchical.communicator import HierarchicalCommunicator
+
+__all__ = ["CallsDiffer", "Crossed", "PresentCall", "Reason"]
 
 # How long to wait for what another rank has found: where a transfer has failed, and where one of this host has said so.
 PATIENCE_S, PROMPT_S = 2.0, 0.5
@@ -46,40 +49,12 @@ _STOPPED = {"T": "stopped (state T)", "t": "held by a debugger (state t)"}
 _Words = tuple[Callable[..., str], tuple[Any, ...], CallSite | None, threading.Thread]  # its text, its line, who calls
 
 
-class Crossed(Exception):
-    """Two ranks have called two lines in different orders, and the user wants that to be an error; says which."""
-
-
 class CallsDiffer(Exception):
     """The ranks' calls do not match."""
 
 
-class EndsDiffer(CallsDiffer):
-    """A message is not of the size or the dtype of the tensor that it is received into; ``ends`` are both."""
-
-    def __init__(self, sent: MessageEnd, received: MessageEnd) -> None:
-        super().__init__("the two ends of a message differ")
-        self.ends = sent, received
-
-
-class LeftOut(Exception):
-    """The rank ``group_rank`` has left the group in order, without the last call that this one has made."""
-
-    def __init__(self, group_rank: int) -> None:
-        super().__init__(f"rank {group_rank} has left without the last call")
-        self.group_rank = group_rank
-
-
-class Messages(Protocol):
-    """The messages of a group, as far as its end concerns them. Any thread may ask, and no answer waits for a rank."""
-
-    def awaited(self) -> Collection[int]:
-        """List the ranks of other hosts that somebody waits for a message of, or to."""
-        ...
-
-    def doing(self, about: Collection[int]) -> str:
-        """Describe the message that this rank is in, rather one with these ranks; empty if there is none."""
-        ...
+class Crossed(Exception):
+    """Two ranks have called two lines in different orders, and the user wants that to be an error; says which."""
 
 
 class Reason:
@@ -88,7 +63,6 @@ class Reason:
     ===========================  ========================  ====================  ====================
     field                        writer                    readers               guard
     ===========================  ========================  ====================  ====================
-    ``calls, inside, _since``    who makes collectives     membership's thread   one step of Python's
     ``_awaited_since``           membership's thread       the same
     ``fails``                    who ends the script       any thread            one reference
     ===========================  ========================  ====================  ====================
@@ -98,53 +72,31 @@ class Reason:
         layout: where the ranks are.
         local: the communicator of this host's ranks.
         timeout: of the group at first.
-        abort: wakes the ranks that wait for this one, and this one's waits for others; a method, kept weakly as well.
+        communicator: of the group, which is kept weakly.
 
     Attributes:
         call: the collective that this rank is in, or was in last.
         fails: an exception that nobody caught ends this rank's script.
-        calls: how many collectives it has begun.
-        inside: it is in one.
     """
 
     def __init__(
-        self, group: GroupAbort, layout: Layout, local: Communicator, timeout: timedelta, abort: Callable[[], None]
+        self,
+        group: GroupAbort,
+        layout: Layout,
+        local: Communicator,
+        timeout: timedelta,
+        communicator: HierarchicalCommunicator,
     ) -> None:
         self._group, self._layout, self._rank, self._size = group, layout, group.rank, len(group.ranks)
         self._registrar = group.ranks.index(0) if 0 in group.ranks else -1  # the rank in whose process it is
         self._local = local if isinstance(local, SharedMemoryCommunicator) else None
-        self._wake = weakref.WeakMethod(abort)
-        self._messages: Callable[[], Messages | None] = lambda: None
+        self._communicator = weakref.ref(communicator)
         self.call = PresentCall(self, timeout, self._local)
-        self.fails = self.inside = False
-        self.calls, self._since = 0, 0.0
+        self.fails = False
         self._awaited_since: dict[int, float] = {}
         self._said: Position | None = None  # where this rank found the group broken, if it says so
 
-    def attend(self, messages: Messages) -> None:
-        """Count the ranks that messages wait for as well; they are kept weakly."""
-        self._messages = weakref.ref(messages)
-
-    def join(self, timeout_s: float) -> None:
-        """Hear of the other ranks from now on; see :meth:`GroupAbort.join`."""
-        self._group.join(self, timeout_s)
-
-    def begin(self) -> None:
-        """This rank is in a collective from now on."""
-        self.calls += 1
-        self._since = time.monotonic()
-        self.inside = True
-
-    def end(self) -> None:
-        """This rank is in no collective any more."""
-        self.inside = False
-
     # -- what is known of other ranks, from any thread ---------------------------------------------
-
-    def told(self) -> Fact | None:
-        """Return why a rank has broken the group, as far as this one knows."""
-        self._read_segment()
-        return self._group.fact
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Those of these ranks that have gone from the job, or left this group."""
@@ -162,17 +114,11 @@ class Reason:
         fact = Lost(self._rank, Way.FAILED, self._rank, cause[:_LONGEST_TEXT])
         self._group.publish(fact, departs=True)
 
-    def tell_left(self) -> None:
-        """This rank has left in order, and answers no message any more; nothing is told of one whose script failed."""
-        if not self.fails:
-            self._group.leave()
-
     # -- what it raises ----------------------------------------------------------------------------
 
     def error(self, error: BaseException, call: str, timeout_s: float, of_message: bool = False) -> BaseException:
         """Return what this rank raises, given what it has found, and in which collective or message it was."""
         fact = self._group.wait(PROMPT_S) if self._aborted() else self._group.fact
-        fact = fact or self.told()
         found = fact or self._found(error, of_message)
         if found is not None and needs_positions(found):
             self._said = self._position("message" if of_message else "call", call)
@@ -186,27 +132,24 @@ class Reason:
         peer = error.peer if isinstance(error, TransferFailed) else -1
         self._abort()
         fact = self._group.wait(PATIENCE_S, lambda: peer >= 0 and self._group.lost(peer) is not None)
-        fact = fact or self.told()  # by a rank of this host, if the registrar cannot be reached
         return fact or self._group.publish((self._group.lost(peer) if peer >= 0 else None) or self._guessed(error))
 
     def _found(self, error: BaseException, of_message: bool) -> Fact | None:
         """The reason that an error of this rank is; None if it may be a consequence of what another has found."""
         own = self._rank
-        ends = error.ends if isinstance(error, EndsDiffer) else ends_of(error)
+        ends, status = ends_of(error), error.status if isinstance(error, TransferFailed) else Status.OK
         if ends is not None:
             return Differs(by=own, ends=tuple(tuple(end) for end in ends))  # type: ignore[misc]
-        if isinstance(error, (CallsDiffer, Crossed, CollectiveMismatch)):
-            return Differs(by=own, at=-1 if of_message else self.calls - self.call.is_late())
-        if isinstance(error, LeftOut):
-            return Lost(own, Way.LEFT, error.group_rank, at=self.calls)
+        if isinstance(error, (CallsDiffer, Crossed, CollectiveMismatch)) or status == Status.DIFFERS:
+            return Differs(by=own, at=-1 if of_message else self.call.count - self.call.is_late())
         if isinstance(error, CollectiveTimeout) and of_message:
             # A rank of this host whose own time is over says which operation it was in, and how long it has waited.
             is_elsewhere = self._local is not None and self._local.timed_out_elsewhere
             return None if is_elsewhere else self._late_message(error)
-        if isinstance(error, (CollectiveTimeout, TransferLate)):
+        if isinstance(error, CollectiveTimeout) or status == Status.OVERDUE:
             return Late(by=own)
         if isinstance(error, TransferFailed):
-            return Lost(own, Way.LEFT, error.peer) if isinstance(error, PeerAbsent) else None
+            return Lost(own, Way.LEFT, error.peer) if status == Status.PEER_LEFT else None
         if isinstance(error, PeerLost):
             gone = None if self._aborted() else self._how_gone(error.group_rank)
             if gone is not None:
@@ -220,10 +163,10 @@ class Reason:
         """The reason as far as this rank can know it alone."""
         if isinstance(error, CollectiveTimeout):
             return self._late_message(error)
+        # A peer that is there has given up because of another rank.
+        if self._registrar >= 0 and (gone := self._group.lost(self._registrar)) is not None:
+            return gone
         if isinstance(error, TransferFailed):
-            # A peer that is there has ended its transfers because of another rank.
-            if self._registrar >= 0 and (gone := self._group.lost(self._registrar)) is not None:
-                return gone
             return Lost(self._rank, Way.UNKNOWN, error.peer)
         return Lost(self._rank, Way.UNKNOWN, getattr(error, "group_rank", -1), self._here(error))
 
@@ -259,7 +202,7 @@ class Reason:
         if told is None:  # the registrar is stopped or held, or cannot be reached: of the others nothing is known
             others = [rank for rank in range(self._size) if rank != self._registrar]
             stopped = self._stopped_here().items()
-            told = [Position(rank=rank, kind="call", number=self.calls) for rank in others]
+            told = [Position(rank=rank, kind="call", number=self.call.count) for rank in others]
             told += [Position(rank=rank, kind="stopped", text=state) for rank, state in stopped]
         found = {each.rank: each for each in told}
         if not found.get(self._rank, Position(rank=-1)).text:
@@ -268,16 +211,16 @@ class Reason:
 
     def _position(self, kind: str, text: str) -> Position:
         before = self.call.last_but(1 if kind == "call" else 0)
-        return Position(self._rank, kind, self.calls, text, before, self._group.name)
+        return Position(self._rank, kind, self.call.count, text, before, self._group.name)
 
     def position(self, fact: Fact) -> Position:
         stopped = self._stopped_here()
-        messages = self._messages()
+        communicator, about = self._communicator(), [fact.by, getattr(fact, "rank", -1)]
         if self._said is not None:
             own = self._said
-        elif self.inside:
+        elif self.call.inside:
             own = self._position("call", self.call.text())
-        elif messages is not None and (message := messages.doing([fact.by, getattr(fact, "rank", -1)])):
+        elif communicator is not None and (message := communicator.messages.doing(about)):
             own = self._position("message", message)
         else:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -291,34 +234,24 @@ class Reason:
     # -- for the membership ------------------------------------------------------------------------
 
     def awaited(self) -> Mapping[int, float]:
-        now, messages = time.monotonic(), self._messages()
-        awaited = () if messages is None else messages.awaited()
+        now, communicator = time.monotonic(), self._communicator()
+        awaited = () if communicator is None else communicator.messages.awaited()
         self._awaited_since = {rank: self._awaited_since.get(rank, now) for rank in awaited}
-        if not self.inside:
+        if not self.call.inside:
             return self._awaited_since
         others = (rank for rank in range(self._size) if rank != self._rank)
-        return dict.fromkeys(others, self._since) | self._awaited_since
+        return dict.fromkeys(others, self.call.since) | self._awaited_since
 
     def end_waits(self, fact: Fact) -> None:
-        try:
-            if self._local is not None:
-                self._local.abort_because(_short(fact))
-        finally:
-            self._abort()
+        self._abort(self.call.text() or "an operation")  # else the ranks of this host wait for what it was
 
     def _aborted(self) -> bool:
         """Return whether a rank of this host has woken the others."""
         return self._local is not None and self._local.aborted
 
-    def _abort(self) -> None:
-        if (wake := self._wake()) is not None:
-            wake()
-
-    def _read_segment(self) -> None:
-        """Learn what a rank of this host has written down, if the registrar does not say it in a moment."""
-        said = self._local.breakage() if self._local is not None and self._group.fact is None else None
-        if said and self._group.wait(PROMPT_S) is None:
-            self._group.know(msgspec.json.decode(said, type=Fact))
+    def _abort(self, doing: str = "") -> None:
+        if (communicator := self._communicator()) is not None:
+            communicator.abort(doing)
 
     def _how_gone(self, rank: int) -> Departed | None:
         """Return how a rank of this host has gone from it; None if it has not, or nothing is known."""
@@ -336,8 +269,13 @@ class Reason:
 class PresentCall:
     """The collective that this rank is in, for errors. Used in a ``with``: what is raised there breaks the group.
 
-    One thread at a time makes calls, and writes this. The call before is kept as well: a rank that need not wait for
-    those of its host learns in the next call that their calls differ.
+    One thread at a time makes calls, and writes this; membership's thread reads each field in one step of Python's. The
+    call before is kept as well: a rank that need not wait for those of its host may learn late that their calls differ.
+
+    Attributes:
+        timeout_s: how long the group waits.
+        count: how many collectives this rank has begun.
+        inside, since: it is in one, and has begun it then.
     """
 
     def __init__(self, reason: Reason, timeout: timedelta, local: SharedMemoryCommunicator | None) -> None:
@@ -347,7 +285,7 @@ class PresentCall:
         self._before: _Words | None = None
         self._number = 0  # of the present call, equal for equal calls
         self._error: BaseException | None = None
-        self._has_told = False  # whether a message has reported the break; any thread sets it, and close() reads it
+        self.count, self.inside, self.since = 0, False, 0.0
 
     def named(
         self, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
@@ -384,33 +322,8 @@ class PresentCall:
 
     def error_of_message(self, error: BaseException, message: str) -> PhalanxError:
         """Return what a message raises, given what was found, and the message; any thread may call it."""
-        self._has_told = True
         found = self._reason.error(error, message, self.timeout_s, of_message=True)
         return found if isinstance(found, PhalanxError) else PeerLost(str(found))
-
-    def compare_last(self, patience_s: float) -> None:
-        """Compare the last calls of the ranks of this host; the leaders have compared theirs before a call is done."""
-        if self._error is not None or self._has_told or not self._reason.calls:
-            return
-        found = self._difference(patience_s)
-        if found is not None:
-            self._error = self._reason.error(found, self.text(), self.timeout_s)
-            raise self._error from None
-
-    def _difference(self, patience_s: float) -> Exception | None:
-        """Return what is wrong with the last calls, and new to this rank; none of its own has failed here."""
-        known = self._reason.told()
-        if known is not None:
-            is_of_last = not isinstance(known, Late) and known.at == self._reason.calls
-            return TransferFailed(-1, "another rank has found what is wrong with the last call") if is_of_last else None
-        if self._local is not None:
-            try:
-                self._local.compare_rest(patience_s)
-            except CollectiveMismatch as error:
-                return error
-            except PeerLost as error:
-                return LeftOut(error.group_rank)
-        return None
 
     def __enter__(self) -> int:
         """Begin it; return its number."""
@@ -418,16 +331,18 @@ class PresentCall:
             raise self._error
         if self._local is not None:
             self._local.begin_parts(self._number)
-        self._reason.begin()
+        self.count += 1
+        self.since = time.monotonic()
+        self.inside = True
         return self._number
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or error is self._error:
-            self._reason.end()
+            self.inside = False
             return
         text = self._with(str(error)) if isinstance(error, Crossed) else self.text()
         self._error = self._reason.error(error, text, self.timeout_s)
-        self._reason.end()
+        self.inside = False
         if self._error is not error:
             # An error among the ranks of this host names their part of the call, such as the reduce in an all_reduce.
             inner = isinstance(error, (Crossed, CallsDiffer, TransferFailed, PhalanxError))
@@ -447,15 +362,4 @@ def _in_words(call: _Words | None) -> str:
     if call is None:
         return ""
     make, arguments, place, thread = call
-    site = call_site(place, thread)
-    return f"{make(*arguments)} at {site}" if site else make(*arguments)
-
-
-def _short(fact: Fact) -> str:
-    """A fact as a segment takes it, without its texts if that is too long."""
-    for changes in ({}, {"text": ""}, {"text": "", "last_operation": "", "last_line": ""}):
-        known = {name: value for name, value in changes.items() if name in fact.__struct_fields__}
-        text = msgspec.json.encode(msgspec.structs.replace(fact, **known)).decode()
-        if len(text) < TEXT_BYTES:
-            return text
-    return ""
+    return with_site(make(*arguments), call_site(place, thread))

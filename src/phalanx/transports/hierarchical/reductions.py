@@ -20,9 +20,9 @@ import torch
 from phalanx.errors import BackendError
 from phalanx.native.core import library
 from phalanx.transports.hierarchical.engine import Transfer
-from phalanx.transports.hierarchical.frames import NOTHING, Frames
-from phalanx.transports.hierarchical.layout import Scratch, in_chunks
-from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.transports.hierarchical.frames import NOTHING, Schedules
+from phalanx.transports.hierarchical.layout import in_chunks
+from phalanx.transports.operands import AVG, DTYPES, OP_NUMBERS, SUM, reducible
 
 __all__ = ["Reductions"]
 
@@ -32,68 +32,83 @@ _AHEAD = 2
 _SLOTS = 2 * _AHEAD + 2  # chunks under way, from the first that is expected to the last that is spread
 
 
-class Reductions:
-    """The reductions of one group; every rank of it calls the same method, with flat tensors.
+class Reductions(Schedules):
+    """The reductions of a group over several hosts. An average is a sum, which each rank that gets it divides."""
 
-    In every method ``call`` is a number that is equal for equal calls, and an average counts as a sum.
-    """
+    def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
+        return reducible(dtype, op)
 
-    def __init__(self, frames: Frames) -> None:
-        self.layout, self.local, self.engine = frames.layout, frames.local, frames.engine
-        self.scratch = Scratch()
-        self._frames, self._sizes = frames, frames.sizes
-
-    def all_reduce(self, call: int, flat: torch.Tensor, op: int) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         """Reduce for all ranks. 2 (H-1)/H S each way; with two hosts, which exchange their slices whole, that is S."""
-        nbytes = flat.nbytes
-        if nbytes > self._sizes.frame_bytes:
-            self._reduce_slices(call, flat, op, None)
-            return
-        self.local.reduce(flat, 0, op)
-        data, add = (flat.data_ptr(), nbytes), partial(_add_into, flat, op)
-        ctypes.memmove(flat.data_ptr(), self._frames.meet(call, data, add, nbytes), nbytes)
+        with self.call.named("all_reduce", tensor, op) as call:
+            self._all_reduce(call, tensor.view(-1), op)
 
-    def reduce(self, call: int, flat: torch.Tensor, root: int, op: int) -> None:
+    def _all_reduce(self, call: int, flat: torch.Tensor, op: int) -> None:
+        if flat.nbytes > self.sizes.frame_bytes:
+            self._reduce_slices(call, flat, op, None)
+        else:
+            nbytes, data = flat.nbytes, (flat.data_ptr(), flat.nbytes)
+            self.local.reduce(flat, 0, _summed(op))
+            found = self.frames.meet(call, data, partial(_add_into, flat, _summed(op)), nbytes)
+            ctypes.memmove(flat.data_ptr(), found, nbytes)
+        self._divide(flat, op)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         """Reduce for the root, whose tensor alone changes. S to its host; with more than two hosts S each way."""
-        if flat.nbytes > self._sizes.frame_bytes:
-            self._reduce_slices(call, flat, op, root)
-            return
-        host, place = self.layout.place(root)
-        here = host == self.layout.host
+        with self.call.named("reduce", tensor, op, root) as call:
+            flat = tensor.view(-1)
+            if flat.nbytes > self.sizes.frame_bytes:
+                self._reduce_slices(call, flat, op, root)
+            else:
+                self._reduce_in_frames(call, flat, root, op)
+            if self.rank == root:
+                self._divide(flat, op)
+
+    def _reduce_in_frames(self, call: int, flat: torch.Tensor, root: int, op: int) -> None:
+        host = self.layout.place(root)[0]
         sums = flat.clone() if self.layout.leader else flat
-        self.local.reduce(sums, 0, op)
+        self.local.reduce(sums, 0, _summed(op))
         own = sums.data_ptr(), flat.nbytes
 
         def add(parts: Sequence[int], to: int) -> bool:
-            return _add_into(flat, op, [own[0] if number == host else at for number, at in enumerate(parts)], to)
+            return _add_into(
+                flat, _summed(op), [own[0] if number == host else at for number, at in enumerate(parts)], to
+            )
 
-        if not here:
-            self._frames.meet(call, own)
+        if host != self.layout.host:
+            self.frames.meet(call, own)
             return
-        found = self._frames.meet(call, NOTHING, add, flat.nbytes)
-        if place == self.layout.local:
+        found = self.frames.meet(call, NOTHING, add, flat.nbytes)
+        if self.rank == root:
             ctypes.memmove(flat.data_ptr(), found, flat.nbytes)
 
-    def reduce_scatter(self, call: int, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         """Reduce each input for one rank. All but those of a host's own ranks leave it, once, as the host's sums."""
-        layout, count = self.layout, output.numel()
-        if output.nbytes * len(inputs) <= self._sizes.frame_bytes:
-            whole, rank = torch.cat([*inputs]), layout.here[layout.local]
-            self.all_reduce(call, whole, op)
-            output.copy_(whole[rank * count : (rank + 1) * count])
-            return
-        chunk_bytes = self._sizes.chunk_bytes // max(map(len, layout.hosts))  # the same everywhere
-        chunks = zip(*(in_chunks(each, chunk_bytes) for each in (output, *inputs)), strict=True)
-        work = [_Blocks(self, out, each, op, number % _SLOTS) for number, (out, *each) in enumerate(chunks)]
-        self._run(call, work)
+        with self.call.named("reduce_scatter", output, op) as call:
+            flat, parts, count = output.view(-1), [part.view(-1) for part in inputs], output.numel()
+            if output.nbytes * len(inputs) <= self.sizes.frame_bytes:
+                whole = torch.cat(parts)
+                self._all_reduce(call, whole, op)
+                flat.copy_(whole[self.rank * count : (self.rank + 1) * count])
+                return
+            chunk_bytes = self.sizes.chunk_bytes // max(map(len, self.layout.hosts))  # the same everywhere
+            chunks = zip(*(in_chunks(each, chunk_bytes) for each in (flat, *parts)), strict=True)
+            self._run(
+                call, [_Blocks(self, out, each, op, number % _SLOTS) for number, (out, *each) in enumerate(chunks)]
+            )
+            self._divide(flat, op)
+
+    def _divide(self, flat: torch.Tensor, op: int) -> None:
+        if op == AVG:
+            flat.div_(self.size)
 
     def _reduce_slices(self, call: int, flat: torch.Tensor, op: int, root: int | None) -> None:
-        chunks = in_chunks(flat, self._sizes.chunk_bytes)
+        chunks = in_chunks(flat, self.sizes.chunk_bytes)
         self._run(call, [_Slices(self, chunk, op, root, number % _SLOTS) for number, chunk in enumerate(chunks)])
 
     def _run(self, call: int, work: Sequence[_Chunk]) -> None:
         """Take chunks through their steps, one after the other, with some of them under way at once."""
-        self._frames.meet(call)
+        self.frames.meet(call)
         for chunk in work[:_AHEAD]:
             chunk.expect()
         turns = len(work) + 2 * _AHEAD
@@ -122,8 +137,8 @@ class _Chunk(ABC):
     def __init__(
         self, group: Reductions, op: int, slot: int, sum: torch.Tensor | None, sources: dict[int, int]
     ) -> None:
-        self._layout, self._local, self._engine, self._scratch = group.layout, group.local, group.engine, group.scratch
-        self._op, self._slot, self._sum, self._sources = op, slot, sum, sources
+        self.layout, self.local, self.remote, self.scratch = group.layout, group.local, group.remote, group.scratch
+        self._op, self._slot, self._sum, self._sources = _summed(op), slot, sum, sources
         self._parts: dict[int, torch.Tensor] = {}
         self._coming: list[Transfer] = []
         self._sent: list[Transfer] = []
@@ -132,8 +147,8 @@ class _Chunk(ABC):
         """Begin to receive what this rank adds."""
         if self._sum is not None:
             for host, rank in self._sources.items():
-                self._parts[host] = self._scratch.take(("part", self._slot, host), self._sum)
-                self._coming.append(self._engine.recv(self._parts[host], rank, _TAG))
+                self._parts[host] = self.scratch.take(("part", self._slot, host), self._sum)
+                self._coming.append(self.remote.recv(self._parts[host], rank, _TAG))
 
     @abstractmethod
     def reduce_inside(self) -> None:
@@ -141,18 +156,18 @@ class _Chunk(ABC):
 
     def add_between(self) -> None:
         """Add the parts of the hosts."""
-        self._engine.wait(self._coming)
+        self.remote.wait(self._coming)
         if self._sum is not None:
-            parts = [self._parts[host].data_ptr() for host in range(len(self._layout.hosts))]
+            parts = [self._parts[host].data_ptr() for host in range(len(self.layout.hosts))]
             _add_into(self._sum, self._op, parts, self._sum.data_ptr())
 
     def spread(self) -> None:
         """Bring the sums to the ranks that need them."""
-        self._engine.wait(self._sent)
+        self.remote.wait(self._sent)
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int = _TAG) -> None:
         if tensor.numel():
-            self._sent.append(self._engine.send(tensor, rank, tag))
+            self._sent.append(self.remote.send(tensor, rank, tag))
 
     def _reduce_to_places(self, tensors: Sequence[torch.Tensor], name: object) -> list[tuple[int, torch.Tensor]]:
         """Add up each of some tensors inside this host: the i-th on the rank at place i modulo all ranks.
@@ -160,17 +175,17 @@ class _Chunk(ABC):
         Returns:
             The numbers of those that this rank has, and their sums.
         """
-        ranks, own = len(self._layout.here), self._layout.local
+        ranks, own = len(self.layout.here), self.layout.local
         if len(tensors) == ranks and len({tensor.numel() for tensor in tensors}) == 1:
-            sums = self._scratch.take((name, self._slot, own), tensors[own])
-            self._local.reduce_scatter(sums, tensors, self._op)
+            sums = self.scratch.take((name, self._slot, own), tensors[own])
+            self.local.reduce_scatter(sums, tensors, self._op)
             return [(own, sums)]
         found = []
         for number, tensor in enumerate(tensors):
             if number % ranks == own:
-                tensor = self._scratch.take((name, self._slot, number), tensor).copy_(tensor)
+                tensor = self.scratch.take((name, self._slot, number), tensor).copy_(tensor)
                 found.append((number, tensor))
-            self._local.reduce(tensor, number % ranks, self._op)
+            self.local.reduce(tensor, number % ranks, self._op)
         return found
 
 
@@ -187,9 +202,9 @@ class _Blocks(_Chunk):
         self._inputs = inputs
 
     def reduce_inside(self) -> None:
-        for host, ranks in enumerate(self._layout.hosts):
+        for host, ranks in enumerate(self.layout.hosts):
             for place, sums in self._reduce_to_places([self._inputs[rank] for rank in ranks], host):
-                if host == self._layout.host:
+                if host == self.layout.host:
                     self._parts[host] = sums
                 else:
                     self._send(sums, ranks[place])
@@ -227,16 +242,16 @@ class _Slices(_Chunk):
     def expect(self) -> None:
         super().expect()
         # Sums may come into this rank's own tensor, since they come only after its part of it has been sent.
-        if self._sums is not None and self._hosts > 2 and self._root_host in (None, self._layout.host):
+        if self._sums is not None and self._hosts > 2 and self._root_host in (None, self.layout.host):
             shares = self._shares(self._sums)
             for host, rank in self._lane.items():
                 if shares[host].numel():
-                    self._sums_coming.append(self._engine.recv(shares[host], rank, _SUMS_TAG))
+                    self._sums_coming.append(self.remote.recv(shares[host], rank, _SUMS_TAG))
 
     def reduce_inside(self) -> None:
         for _, sums in self._reduce_to_places(self._slices, "partial"):
             shares = self._shares(sums)
-            self._parts[self._layout.host] = shares[self._layout.host]
+            self._parts[self.layout.host] = shares[self.layout.host]
             for host, rank in self._lane.items():
                 self._send(shares[host], rank)
 
@@ -248,22 +263,22 @@ class _Slices(_Chunk):
                     self._send(self._sum, rank, _SUMS_TAG)
 
     def spread(self) -> None:
-        self._engine.wait(self._sums_coming)
+        self.remote.wait(self._sums_coming)
         super().spread()
         if self._root_host is not None:
-            if self._root_host == self._layout.host:
+            if self._root_host == self.layout.host:
                 self._give_to_root()
         elif self._even:
-            self._local.all_gather(self._slices, self._slices[self._layout.local])
+            self.local.all_gather(self._slices, self._slices[self.layout.local])
         else:
             for place, piece in enumerate(self._slices):
-                self._local.broadcast(piece, place)
+                self.local.broadcast(piece, place)
 
     def _give_to_root(self) -> None:
-        ranks, place = len(self._layout.here), self._root_place
-        is_root = self._layout.local == place
+        ranks, place = len(self.layout.here), self._root_place
+        is_root = self.layout.local == place
         if self._even and self._sums is not None:
-            self._local.gather(self._slices if is_root else None, self._sums, place)
+            self.local.gather(self._slices if is_root else None, self._sums, place)
             return
         none = self._slices[0][:0]
         outputs, inputs = [none] * ranks, [none] * ranks
@@ -271,7 +286,7 @@ class _Slices(_Chunk):
             outputs[: len(self._slices)] = self._slices
         if self._sums is not None:
             inputs[place] = self._sums
-        self._local.all_to_all(outputs, inputs)
+        self.local.all_to_all(outputs, inputs)
 
     def _shares(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The part of this lane's slice that each host adds."""
@@ -280,6 +295,10 @@ class _Slices(_Chunk):
             return [whole if self._root_host in (None, host) else whole[:0] for host in range(2)]
         shares = _cut(whole, len(adding))
         return [next(shares) if host in adding else whole[:0] for host in range(self._hosts)]
+
+
+def _summed(op: int) -> int:
+    return SUM if op == AVG else op
 
 
 def _cut(whole: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
@@ -293,7 +312,7 @@ def _add_into(like: torch.Tensor, op: int, parts: Sequence[int], to: int) -> boo
     ``like`` is as long as each part, and of its dtype. The result goes to the address ``to`` and overlaps none of them.
     """
     pointers = (ctypes.c_void_p * len(parts))(*parts)
-    status = library().phx_combine(pointers, len(parts), to, like.numel(), DTYPE_NUMBERS[like.dtype][0], OP_NUMBERS[op])
+    status = library().phx_combine(pointers, len(parts), to, like.numel(), DTYPES[like.dtype], OP_NUMBERS[op])
     if status:
         raise BackendError(f"the core cannot combine {like.dtype} by operation {op} (status {status})")
     return True

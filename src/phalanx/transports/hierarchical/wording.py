@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from phalanx.diagnosis.call_site import listed
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
-from phalanx.lost import did_last, rank_of_group
+from phalanx.lost import rank_of_group
 from phalanx.membership.protocol import KEEP_ALIVE, Late, Lost, Position, Way
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.words import format_list
@@ -98,52 +98,27 @@ class Wording:
 
     def lost(self, fact: Lost) -> PeerLost:
         """The error for a rank or a host that went."""
-        what, remedy = self._what(fact)
-        text = f"{what}. Rank {self.own} was in {self.call}{f'. {remedy}' if remedy else ''}"
+        waiting = f"rank {self.own} was in {self.call}"
         if fact.rank < 0:
-            return PeerLost(text)
-        known = {name: getattr(fact, name) for name in ("signal", "last_operation", "last_line")}
-        host = self.layout.name(fact.rank)
-        return PeerLost(text, group_rank=fact.rank, pid=self.pids[fact.rank], host=host, **known)
-
-    def _what(self, fact: Lost) -> tuple[str, str]:
-        """Return what has happened, and the next step, if one is known."""
-        own_output = "Look at that rank's own output for the cause"
-        who = self._who([fact.rank]) if fact.rank >= 0 else "a rank of the group"
+            what = fact.text or "a rank of the group gave up, and did not say why in time"
+            return PeerLost(f"{what}. Rank {self.own} was in {self.call}")
+        pid, host = self.pids[fact.rank], self.layout.name(fact.rank)
+        if fact.way not in (Way.SILENT, Way.UNKNOWN):
+            known = {name: getattr(fact, name) for name in ("signal", "last_operation", "last_line", "was_in_it")}
+            return PeerLost.gone(fact.way, fact.rank, pid, waiting, fact.text, host=host, **known)
+        what, remedy = fact.text, ""
+        if not what:
+            what = f"a transfer to or from {self._who([fact.rank])} failed: it has ended, or the way to it is cut"
+            remedy = ". Look at that rank's own output for the cause"
         if fact.way == Way.SILENT:
-            host = self.layout.name(fact.rank)
-            return (
+            what = (
                 f"Nothing comes from {host}, for {KEEP_ALIVE.unacknowledged_s:g} s not even acknowledgements: it is "
                 f"down, or the network between it and {self.layout.name(fact.by)} is cut. "
-                f"On {host}: {self._who(self.layout.ranks_beside(fact.rank))}",
-                f"Look at the console of {host} and its links",
+                f"On {host}: {self._who(self.layout.ranks_beside(fact.rank))}"
             )
-        if fact.way == Way.LEFT:
-            return (
-                f"{who} has left the group in order (it destroyed the group, or its script has come to its end)",
-                "Every rank must make the same calls before it leaves",
-            )
-        how = f" {fact.text}" if fact.text else ""
-        why = f" ({fact.text})" if fact.text else ""
-        ways = {
-            Way.ENDED: (
-                f"{who} has ended{how}{did_last(fact.last_operation, within=fact.was_in_it)}",
-                own_output,
-            ),
-            Way.FAILED: (f"{who} has failed{why}", own_output),
-            Way.REPLACED: (
-                f"{who} has replaced itself by another program (exec)",
-                "Let it start the program as a child process",
-            ),
-            Way.INTERRUPTED: (f"{who} was interrupted{why}", ""),
-        }
-        if fact.way in ways:
-            return ways[fact.way]
-        if fact.text:
-            return fact.text, ""
-        if fact.rank < 0:
-            return "a rank of the group gave up, and did not say why in time", ""
-        return f"a transfer to or from {who} failed: it has ended, or the way to it is cut", own_output
+            remedy = f". Look at the console of {host} and its links"
+        text = f"{what}. Rank {self.own} was in {self.call}{remedy}"
+        return PeerLost(text, group_rank=fact.rank, pid=pid, host=host)
 
     def _who(self, ranks: Sequence[int]) -> str:
         """Ranks of a group with their processes: ``rank 2 of the group (pid 70 on h1)``, joined by ``and``."""

@@ -23,17 +23,18 @@ from typing import Any
 
 import torch
 
-from phalanx.diagnosis.call_site import call_site, call_text, exchange_text, listed
+from phalanx.diagnosis.call_site import call_text, exchange_text, listed
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
+from phalanx.membership.protocol import Way
 from phalanx.native.core import library
-from phalanx.transports.call_check import CrossedLines, Judgements, LinePairs, Wish, fingerprint, weight
-from phalanx.transports.contract import COLLECTIVES
+from phalanx.transports.call_check import CrossedLines, LinePairs, Wish, fingerprint, weight
+from phalanx.transports.contract import COLLECTIVES, with_site
 from phalanx.transports.mpi.peers import Notice
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.words import format_list, format_named
 
-__all__ = ["CHECK_S", "Agreement", "pause", "with_site"]
+__all__ = ["CHECK_S", "Agreement", "pause"]
 
 _FINGERPRINT, _COMPLEMENT, _LINE_OF_RANK_0, _FOUND_BY = range(4)  # of the words that are reduced
 _NONE = 2**63 - 1
@@ -51,7 +52,6 @@ PATIENCE_S = 2.0
 LAST_CALL_S = 2.0  # how long a message of a rank that has left may still be on its way
 _MOST_NAMED = 4  # an error that names more ranks with their processes is not read
 _OF_ONE = ("last_operation", "last_line", "was_in_it")
-_MOST_FINGERPRINTS = 1024  # kinds of calls; a program that never repeats a shape must not fill the memory
 
 
 class Agreement:
@@ -94,11 +94,10 @@ class Agreement:
         self.sequence = 0
         wish = Wish.read(comm.bcast(Wish.said(), 0)) if runtime.check and comm.size > 1 else Wish.IGNORE
         # Every rank compares its lines with those of rank 0; what it finds the others learn in the next call.
-        self._lines = LinePairs(comm.rank, 0, Judgements(wish)) if wish != Wish.IGNORE else None
+        self._lines = LinePairs(comm.rank, 0, wish) if wish != Wish.IGNORE else None
         self._line_now: Callable[[], int] = library().phx_line_now
         self._is_error = wish == Wish.ERROR
         self._crossed: CrossedLines | None = None  # of which the others are still to learn
-        self._fingerprints: dict[Any, int] = {}
         self._own, self._common = array("q", [0, 0, _NONE, _NONE]), array("q", bytes(32))
         self._prepare(runtime.mpi)
         self._notices.sequences[key] = self
@@ -149,12 +148,7 @@ class Agreement:
         """Return when every rank has come with the same call."""
         name, tensor, op, root = call
         own, common, lines = self._own, self._common, self._lines
-        key = name if tensor is None else (name, op, root, tensor.dtype, tensor.shape)
-        number = self._fingerprints.get(key)
-        if number is None:
-            if len(self._fingerprints) >= _MOST_FINGERPRINTS:
-                self._fingerprints.clear()
-            number = self._fingerprints[key] = fingerprint(name, tensor, op, root)
+        number = fingerprint(name, tensor, op, root)
         own[_FINGERPRINT], own[_COMPLEMENT] = number, ~number
         if lines is not None:
             line = self._line_now()
@@ -324,7 +318,7 @@ class Agreement:
 
     def _left(self, rank: int, call: str, last: str) -> PeerLost:
         facts = self._facts(rank)
-        return PeerLost.left(rank, facts.pop("pid"), f"rank {self._rank} was in {call}", last, **facts)
+        return PeerLost.gone(Way.LEFT, rank, facts.pop("pid"), f"rank {self._rank} was in {call}", last, **facts)
 
     def _was_aborted(self, call: str) -> PeerLost:
         return with_own_wait(PeerLost(f"the group was aborted while rank {self._rank} was in {call}"))
@@ -408,9 +402,3 @@ def _text(call: _Call) -> str:
     dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
     roots = {COLLECTIVES[name]: root} if root >= 0 else {}
     return with_site(call_text(name, dtype, shape, op if op >= 0 else None, **roots))
-
-
-def with_site(call: str) -> str:
-    """A call with the line from which this thread makes it, if that is known."""
-    site = call_site()
-    return f"{call} at {site}" if site else call

@@ -14,7 +14,6 @@ that depends on the library. bool is reduced as bytes of 0 and 1, where "or" is 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,7 +59,6 @@ _OPS = {
 _ITEMS = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}  # elements to be copied
 _BOOL_OPS = _OPS | {"SUM": "MAX", "PRODUCT": "MIN"}
 _LARGEST = 2**31 - 1  # the largest count that a call of MPI 3 takes
-_REST_S = 0.0005
 
 
 class MpiCommunicator(Communicator):
@@ -235,9 +233,6 @@ class MpiCommunicator(Communicator):
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         return self._mail.recv(tensor, peer, tag)
-
-    def rest(self) -> None:
-        time.sleep(_REST_S)
 
     def end_messages(self) -> None:
         self._mail.ended = True

@@ -15,8 +15,8 @@ import torch
 
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import ArgumentError, ClosedError, CollectiveMismatch, PhalanxError
-from phalanx.transports.contract import GLANCE_S, SENT, Message
-from phalanx.transports.mpi.agreement import CHECK_S, Agreement, pause, with_site
+from phalanx.transports.contract import GLANCE_S, SENT, Message, with_site
+from phalanx.transports.mpi.agreement import CHECK_S, Agreement, pause
 from phalanx.transports.mpi.runtime import Runtime
 
 __all__ = ["Mail", "MpiMessage"]

@@ -2,5 +2,5 @@
 
 Begin with ``communicator.py``: a call goes from there into the core, whose protocol is in ``csrc/segment/segment.h``.
 ``segment.py`` has the ranks find the segment, ``mailbox.py`` the messages, ``explanation.py`` what errors say,
-``numbers.py`` what calls of the core take, and ``tuning.py`` the sizes at which algorithms change.
+``tuning.py`` the sizes at which algorithms change.
 """

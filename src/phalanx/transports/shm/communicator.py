@@ -12,20 +12,20 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import CallSite, call_site, capture, shape_word, shown, text_of
-from phalanx.diagnosis.ends import tell_how_the_script_ends
+from phalanx.diagnosis.call_site import CallSite, capture, shape_word, shown, text_of
+from phalanx.diagnosis.ends import AT_ONCE_S, how_ended, tell_how_the_script_ends
 from phalanx.diagnosis.reading import with_own_wait
 from phalanx.diagnosis.stacks import be_seen
 from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.membership.liveness import Gone
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Crossing, Going, Status, library
 from phalanx.native.signals import SignalPoll
+from phalanx.system.host import machine_name
 from phalanx.transports.call_check import MOST_JUDGED, Wish, crossed_lines
-from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.operands import reducible
-from phalanx.transports.shm.explanation import departed, ended, exchanged, explain, text_of_call
+from phalanx.transports.contract import Communicator, Message, with_site
+from phalanx.transports.operands import DTYPES, OP_NUMBERS, reducible
+from phalanx.transports.shm.explanation import WAYS, exchanged, explain, facts_of, text_of_call
 from phalanx.transports.shm.mailbox import Mailbox
-from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED, Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment, share_parts
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 
@@ -33,7 +33,7 @@ __all__ = ["SharedMemoryCommunicator"]
 
 _ALL = (1 << 32) - 1
 
-_Place = tuple[int, int]  # an address, and how many bytes lie there
+_Pointers = ctypes.Array[ctypes.c_void_p]
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
 
 
@@ -116,28 +116,9 @@ class SharedMemoryCommunicator(Communicator):
         """The messages of the group, which a larger group makes its own."""
         return self._mailbox
 
-    def abort_because(self, text: str) -> None:
-        """:meth:`abort`, and let the other ranks read why; a text that is too long is left out, and so is a second."""
-        with self._mailbox as comm:
-            if comm:
-                if text and len(text.encode()) < TEXT_BYTES:
-                    self._core.phx_describe(comm, text.encode())
-                self._core.phx_abort(comm)
-
     def tells_crossing(self) -> bool:
         """Return whether this rank is to tell the user of crossed lines: the first one that asks."""
         return bool(self._core.phx_tells_crossing(self._comm))
-
-    def breakage(self) -> str | None:
-        """None while the group is whole; then what a rank has given to :meth:`abort_because`, empty if none has."""
-        why, text = Breakage(), ctypes.create_string_buffer(TEXT_BYTES)
-        with self._mailbox as comm:
-            if not comm or not self._core.phx_breakage(comm, ctypes.byref(why)):
-                return None
-            for rank in range(self.size):
-                if self._core.phx_description(comm, rank, text) and text.value.startswith(b"{"):
-                    return text.value.decode(errors="replace")
-        return ""
 
     @property
     def aborted(self) -> bool:
@@ -154,12 +135,26 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox.group_fails(cause)
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """Find those of these ranks that have gone (``membership/liveness.py``)."""
-        return departed(self._mailbox, ranks)
+        """Find those of these ranks that have gone, without waiting. Any thread may ask; a closed group knows none."""
+        found: dict[int, Gone] = {}
+        pid, said = ctypes.c_uint32(), ctypes.create_string_buffer(TEXT_BYTES)
+        with self._mailbox as comm:
+            for rank in ranks if comm else ():
+                how = self._core.phx_going(comm, rank, ctypes.byref(pid))
+                if how == Going.HERE:
+                    continue
+                text = how_ended(pid.value, AT_ONCE_S).text if how == Going.ENDED else ""
+                if how == Going.FAILED and self._core.phx_description(comm, rank, said):
+                    text = said.value.decode(errors="replace")
+                found[rank] = Gone(pid.value, machine_name(), WAYS[how], text)
+        return found
 
     def ended(self, rank: int, pid: int) -> dict[str, Any]:
-        """Say how a rank of the group has ended, and what is known of it."""
-        return ended(self._mailbox, rank, pid)
+        """Say how a rank has ended, as ``how`` and ``signal``, with the facts of :class:`PeerLost` known of it."""
+        ending = how_ended(pid)
+        with self._mailbox as comm:
+            facts = facts_of(comm, rank) if comm else {}
+        return {**facts, "how": ending.text, "signal": ending.signal}
 
     @property
     def differs_late(self) -> bool:
@@ -170,7 +165,7 @@ class SharedMemoryCommunicator(Communicator):
     # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        data, dtype = tensor.data_ptr(), REDUCED[tensor.dtype]
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
         status = self._core.phx_all_reduce(
             self._comm, data, data, tensor.numel(), dtype, OP_NUMBERS[op], shape_word(tensor.shape)
         )
@@ -178,20 +173,20 @@ class SharedMemoryCommunicator(Communicator):
             self._fail(status, "all_reduce", tensor, op)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        data, dtype = tensor.data_ptr(), REDUCED[tensor.dtype]
+        data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
         status = self._core.phx_reduce(
             self._comm, data, data, tensor.numel(), dtype, OP_NUMBERS[op], root, shape_word(tensor.shape)
         )
         self._end(status, "reduce", tensor, op, root, heard=root == self.rank)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        self._reduce_scatter(fill(self._pointers, inputs), output, op)
+        self._reduce_scatter(_fill(self._pointers, inputs), output, op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
-        self._reduce_scatter(fill_evenly(self._pointers, tensor, output.nbytes), output, op)
+        self._reduce_scatter(_fill_evenly(self._pointers, tensor, output.nbytes), output, op)
 
-    def _reduce_scatter(self, inputs: Pointers, output: torch.Tensor, op: int) -> None:
-        data, dtype = output.data_ptr(), REDUCED[output.dtype]
+    def _reduce_scatter(self, inputs: _Pointers, output: torch.Tensor, op: int) -> None:
+        data, dtype = output.data_ptr(), DTYPES[output.dtype]
         status = self._core.phx_reduce_scatter(
             self._comm, inputs, data, output.numel(), dtype, OP_NUMBERS[op], shape_word(output.shape)
         )
@@ -204,30 +199,30 @@ class SharedMemoryCommunicator(Communicator):
         self._end(status, "broadcast", tensor, None, root, heard=root != self.rank and self.size == 2)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self._all_gather(fill(self._pointers, outputs), tensor)
+        self._all_gather(_fill(self._pointers, outputs), tensor)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._all_gather(fill_evenly(self._pointers, output, tensor.nbytes), tensor)
+        self._all_gather(_fill_evenly(self._pointers, output, tensor.nbytes), tensor)
 
-    def _all_gather(self, outputs: Pointers, tensor: torch.Tensor) -> None:
+    def _all_gather(self, outputs: _Pointers, tensor: torch.Tensor) -> None:
         data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
         status = self._core.phx_all_gather(self._comm, data, outputs, tensor.nbytes, dtype, shape_word(tensor.shape))
         if status:
             self._fail(status, "all_gather", tensor)
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        self._gather(None if outputs is None else fill(self._pointers, outputs), tensor, root)
+        self._gather(None if outputs is None else _fill(self._pointers, outputs), tensor, root)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
-        self._gather(None if output is None else fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
+        self._gather(None if output is None else _fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
 
-    def _gather(self, outputs: Pointers | None, tensor: torch.Tensor, root: int) -> None:
+    def _gather(self, outputs: _Pointers | None, tensor: torch.Tensor, root: int) -> None:
         data, dtype = tensor.data_ptr(), DTYPES[tensor.dtype]
         status = self._core.phx_gather(self._comm, data, outputs, tensor.nbytes, dtype, root, shape_word(tensor.shape))
         self._end(status, "gather", tensor, None, root, heard=root == self.rank)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        parts = None if inputs is None else fill(self._pointers, inputs)
+        parts = None if inputs is None else _fill(self._pointers, inputs)
         data, dtype = output.data_ptr(), DTYPES[output.dtype]
         status = self._core.phx_scatter(self._comm, parts, data, output.nbytes, dtype, root, shape_word(output.shape))
         self._end(status, "scatter", output, None, root, heard=root != self.rank and self.size == 2)
@@ -235,7 +230,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._sizes[:] = [tensor.nbytes for tensor in inputs]
         self._other_sizes[:] = [tensor.nbytes for tensor in outputs]
-        self._all_to_all(fill(self._other_pointers, outputs), fill(self._pointers, inputs), outputs[0].dtype)
+        self._all_to_all(_fill(self._other_pointers, outputs), _fill(self._pointers, inputs), outputs[0].dtype)
 
     def all_to_all_single(
         self,
@@ -245,18 +240,12 @@ class SharedMemoryCommunicator(Communicator):
         input_counts: Sequence[int],
     ) -> None:
         self._all_to_all(
-            fill_unevenly(self._other_pointers, self._other_sizes, output, output_counts),
-            fill_unevenly(self._pointers, self._sizes, tensor, input_counts),
+            _fill_unevenly(self._other_pointers, self._other_sizes, output, output_counts),
+            _fill_unevenly(self._pointers, self._sizes, tensor, input_counts),
             output.dtype,
         )
 
-    def all_to_all_at(self, outputs: Sequence[_Place], inputs: Sequence[_Place], dtype: torch.dtype) -> None:
-        """:meth:`all_to_all` of parts that lie at addresses, one of so many bytes for each rank."""
-        self._other_pointers[:], self._other_sizes[:] = [at for at, _ in outputs], [nbytes for _, nbytes in outputs]
-        self._pointers[:], self._sizes[:] = [at for at, _ in inputs], [nbytes for _, nbytes in inputs]
-        self._all_to_all(self._other_pointers, self._pointers, dtype)
-
-    def _all_to_all(self, outputs: Pointers, inputs: Pointers, dtype: torch.dtype) -> None:
+    def _all_to_all(self, outputs: _Pointers, inputs: _Pointers, dtype: torch.dtype) -> None:
         status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, DTYPES[dtype])
         # The receiver alone compares the sizes of a pair.
         unheard = recorder.number_here() or capture(2), exchanged, (dtype, bytes(self._sizes), bytes(self._other_sizes))
@@ -306,22 +295,25 @@ class SharedMemoryCommunicator(Communicator):
             self._core.phx_begin_parts(self._comm, call)
 
     def abort(self, doing: str = "") -> None:
-        self.abort_because(doing)
+        with self._mailbox as comm:
+            if comm:
+                if doing:
+                    self._core.phx_describe(comm, doing.encode()[: TEXT_BYTES - 1])
+                self._core.phx_abort(comm)
 
-    def compare_rest(self, patience_s: float) -> bool:
+    def compare_rest(self, patience_s: float) -> None:
         with self._mailbox as comm:
             if not comm or self._told:
-                return False
+                return
             broken = self._core.phx_breakage(comm, ctypes.byref(why := Breakage()))
-            if not broken and (status := self._core.phx_compare_rest(comm, int(patience_s * 1e9))) <= 0:
-                return bool(status == Status.OK)
+            if not broken and self._core.phx_compare_rest(comm, int(patience_s * 1e9)) <= 0:
+                return
             self._core.phx_breakage(comm, ctypes.byref(why))
             beside = self._core.phx_beside_last_call(comm, why.chunk) if why.status == Status.MISMATCH else 1
             if beside <= 0 or (not broken and why.how == Going.LEFT):
                 place, text, arguments = self._last_unheard() or (None, lambda: "leaving the group", ())
                 later = "a later call: " if beside < 0 else ""
-                raise self._error(comm, later + text(*arguments), shown(text_of(place)))
-        return False
+                raise self._error(comm, with_site(later + text(*arguments), shown(text_of(place))))
 
     def close(self) -> None:
         self._mailbox.end()
@@ -354,7 +346,7 @@ class SharedMemoryCommunicator(Communicator):
             self.crossed = self._judge_crossing()
             if not self.crossed:
                 return
-            self._core.phx_describe(self._comm, f"{text} at {call_site()} ({self.crossed})".encode()[: TEXT_BYTES - 1])
+            self._core.phx_describe(self._comm, f"{with_site(text)} ({self.crossed})".encode()[: TEXT_BYTES - 1])
         elif status < BROKEN_FROM:
             raise BackendError(
                 f"the core refused {name} on rank {self.rank} (status {status}): a rank that the group does not have, "
@@ -378,25 +370,24 @@ class SharedMemoryCommunicator(Communicator):
     def _explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""
         if self._comm and self.part_of is not None:
-            return self._error(self._comm, self.part_of(), "")
+            return self._error(self._comm, self.part_of())
         if not (comm := self._comm):
             return ClosedError.of_message()
         why = self._mailbox.why_broken()
-        site, before = call_site(), self._last_unheard()
+        what, before = with_site(call), self._last_unheard()
         if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
             place, text, arguments = before
-            call, site = text(*arguments), shown(text_of(place))
-        return self._error(comm, call, site)
+            what = with_site(text(*arguments), shown(text_of(place)))
+        return self._error(comm, what)
 
     def _explain_message(self, message: str) -> PhalanxError:
         """The error for a message of a broken group."""
         if self.outer_error is None:
             return self._explain(message)
-        comm, site = self._comm, call_site()
-        if not comm:
+        if not (comm := self._comm):
             return ClosedError.of_message()
-        found = self._error(comm, message, site, self._message_timeout_s)
-        return self.outer_error(found, f"{message} at {site}" if site else message)
+        what = with_site(message)
+        return self.outer_error(self._error(comm, what, self._message_timeout_s), what)
 
     def _last_unheard(self) -> _Unheard | None:
         if self.part_of is not None:
@@ -406,8 +397,35 @@ class SharedMemoryCommunicator(Communicator):
         site, text, arguments = self._unheard
         return recorder.site_of(site) if isinstance(site, int) else site, text, arguments
 
-    def _error(self, comm: int, call: str, site: str, timeout_s: float | None = None) -> PhalanxError:
+    def _error(self, comm: int, what: str, timeout_s: float | None = None) -> PhalanxError:
         self._told = True
-        what = f"{call} at {site}" if site else call
         own_timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return with_own_wait(explain(comm, self.rank, self._names, what, own_timeout_s))
+
+
+def _fill(pointers: _Pointers, tensors: Sequence[torch.Tensor]) -> _Pointers:
+    """The address of each tensor."""
+    for index, tensor in enumerate(tensors):
+        pointers[index] = tensor.data_ptr()
+    return pointers
+
+
+def _fill_evenly(pointers: _Pointers, whole: torch.Tensor, nbytes: int) -> _Pointers:
+    """The addresses of a tensor's pieces of ``nbytes`` each."""
+    at = whole.data_ptr()
+    for index in range(len(pointers)):
+        pointers[index] = at
+        at += nbytes
+    return pointers
+
+
+def _fill_unevenly(
+    pointers: _Pointers, sizes: ctypes.Array[ctypes.c_uint64], whole: torch.Tensor, counts: Sequence[int]
+) -> _Pointers:
+    """The addresses and sizes of a tensor's pieces of so many elements each."""
+    at, itemsize = whole.data_ptr(), whole.element_size()
+    for index, count in enumerate(counts):
+        pointers[index] = at
+        sizes[index] = nbytes = count * itemsize
+        at += nbytes
+    return pointers

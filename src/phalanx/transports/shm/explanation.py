@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,29 +12,27 @@ from msgspec.structs import replace
 
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_text, dtype_name, exchange_text, listed, shown
-from phalanx.diagnosis.ends import AT_ONCE_S, how_ended
+from phalanx.diagnosis.ends import how_ended
 from phalanx.diagnosis.reading import copy_memory, facts_in, read_memory
 from phalanx.diagnosis.snapshot import Recording
 from phalanx.diagnosis.stacks import place_of_main
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
-from phalanx.membership.liveness import Gone
 from phalanx.membership.protocol import Way
 from phalanx.native.core import TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.system.processes import state_text
 from phalanx.transports.contract import COLLECTIVES
-from phalanx.transports.shm.mailbox import Mailbox
-from phalanx.transports.shm.numbers import DTYPE_NUMBERS
+from phalanx.transports.operands import DTYPES
 
 __all__ = [
+    "WAYS",
     "MessageEnd",
-    "departed",
-    "ended",
     "ends_of",
     "exchanged",
     "explain",
+    "facts_of",
     "process_ids",
     "text_of_call",
     "unequal_ends",
@@ -47,8 +45,8 @@ PATIENCE_S = 0.3
 # delay that.
 NOTICED_PATIENCE_S = 2.0
 _MOST_READ = 16  # recorders, of which each takes some milliseconds
-_DTYPES = {number: dtype for dtype, (_, number) in DTYPE_NUMBERS.items()}
-_WAYS = {Going.LEFT: Way.LEFT, Going.FAILED: Way.FAILED, Going.ENDED: Way.ENDED, Going.REPLACED: Way.REPLACED}
+_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
+WAYS = {Going.LEFT: Way.LEFT, Going.FAILED: Way.FAILED, Going.ENDED: Way.ENDED, Going.REPLACED: Way.REPLACED}
 
 # -- calls in words -----------------------------------------------------------------------------
 
@@ -165,21 +163,13 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
             pid=why.peer_pid,
             **facts_of(comm, why.rank),
         )
-    return _gone(comm, why, lost, waiting)
-
-
-def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
-    """The error for a rank that went, and for how it went."""
-    facts = facts_of(comm, why.peer)
-    if why.how == Going.LEFT:
-        return PeerLost.left(lost, why.peer_pid, waiting, **facts)
-    if why.how == Going.REPLACED:
-        return PeerLost.replaced(lost, why.peer_pid, waiting, **facts)
-    if why.how == Going.FAILED:
-        cause = _calls(comm, [why.peer], 0.0).get(why.peer, "")
-        return PeerLost.failed(lost, why.peer_pid, cause, waiting, **facts)
-    ending = how_ended(why.peer_pid)
-    return PeerLost.ended(lost, why.peer_pid, waiting, ending.text, signal=ending.signal, **facts)
+    way, text, facts = WAYS[why.how], "", facts_of(comm, why.peer)
+    if way == Way.FAILED:
+        text = _calls(comm, [why.peer], 0.0).get(why.peer, "")
+    elif way == Way.ENDED:
+        ending = how_ended(why.peer_pid)
+        text, facts["signal"] = ending.text, ending.signal
+    return PeerLost.gone(way, lost, why.peer_pid, waiting, text, **facts)
 
 
 def _living(pid: int, *, is_own: bool) -> tuple[str, bool]:
@@ -245,15 +235,10 @@ def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, 
     while True:
         for rank in ranks:
             if rank not in calls and core.phx_description(comm, rank, text):
-                # Between hosts a rank may have written down a reason, which is not for people.
-                own = not text.value.startswith(b"{")
-                calls[rank] = text.value.decode(errors="replace") if own else "an operation"
+                calls[rank] = text.value.decode(errors="replace")
         if len(calls) == len(ranks) or time.monotonic() > deadline:
             return calls
         time.sleep(0.001)
-
-
-# -- ranks that have gone -----------------------------------------------------------------------
 
 
 def process_ids(comm: int, size: int) -> list[int]:
@@ -263,27 +248,3 @@ def process_ids(comm: int, size: int) -> list[int]:
         library().phx_going(comm, rank, ctypes.byref(pid))
         found.append(pid.value)
     return found
-
-
-def departed(mailbox: Mailbox, ranks: Collection[int]) -> dict[int, Gone]:
-    """Find those of these ranks that have gone, without waiting. Any thread may ask; a closed group knows of none."""
-    found: dict[int, Gone] = {}
-    pid, said = ctypes.c_uint32(), ctypes.create_string_buffer(TEXT_BYTES)
-    with mailbox as comm:
-        for rank in ranks if comm else ():
-            how = library().phx_going(comm, rank, ctypes.byref(pid))
-            if how == Going.HERE:
-                continue
-            text = how_ended(pid.value, AT_ONCE_S).text if how == Going.ENDED else ""
-            if how == Going.FAILED and library().phx_description(comm, rank, said) and said.value[:1] != b"{":
-                text = said.value.decode(errors="replace")
-            found[rank] = Gone(pid.value, machine_name(), _WAYS[how], text)
-    return found
-
-
-def ended(mailbox: Mailbox, peer: int, pid: int) -> dict[str, Any]:
-    """Say how a rank has ended, as ``how`` and ``signal``, with the facts of :class:`PeerLost` that are known of it."""
-    ending = how_ended(pid)
-    with mailbox as comm:
-        facts = facts_of(comm, peer) if comm else {}
-    return {**facts, "how": ending.text, "signal": ending.signal}

@@ -11,43 +11,27 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from ctypes import byref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from phalanx.diagnosis import recorder
-from phalanx.diagnosis.call_site import call_site
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
 from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
-from phalanx.transports.contract import GLANCE_S, SENT, Message
-from phalanx.transports.shm.numbers import DTYPES
+from phalanx.transports.contract import GLANCE_S, SENT, Message, with_site
+from phalanx.transports.operands import DTYPES
 
-__all__ = ["Elsewhere", "Mailbox", "SharedMemoryMessage"]
+if TYPE_CHECKING:
+    from phalanx.transports.hierarchical.messages import HierarchicalMessages
+
+__all__ = ["Mailbox", "SharedMemoryMessage"]
 
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 NAP_S = 0.002
-
-
-class Elsewhere(Protocol):
-    """The ranks of a group that are on other hosts, as its messages need them. Any thread may ask."""
-
-    undialled: Set[int]
-
-    def dial(self, peer: int) -> None:
-        """Connect to a rank that is not dialled yet in the background, as there is a message for it."""
-        ...
-
-    def look_for(self, peer: int | None, *, if_gone: bool = False) -> None:
-        """Dial a rank that a message does not come from, or any, to know whether it is there; or if it has gone."""
-        ...
-
-    def error(self, status: int, peer: int | None, words: str, ends: tuple[End, str, End] | None) -> PhalanxError:
-        """Make the error of a message of its status; it breaks the group, unless the peer has left in order."""
-        ...
 
 
 class Mailbox:
@@ -67,7 +51,7 @@ class Mailbox:
         elsewhere: the ranks of other hosts; None if there are none.
     """
 
-    elsewhere: Elsewhere | None = None
+    elsewhere: HierarchicalMessages | None = None
 
     def __init__(
         self, comm: int, signals: SignalPoll, explain: Callable[[str], PhalanxError], names: Sequence[int]
@@ -250,19 +234,18 @@ class SharedMemoryMessage(Message):
             return mailbox.explain(self._text())
         if elsewhere is None:
             return self._left()
-        peer, ends, site = self._peer, None, call_site()
+        peer, ends = self._peer, None
         if peer is None and status == Status.CUT:
             peer = mailbox.core.phx_message_source(self._handle)
         if status == Status.DIFFERS:
             sent, expected = End(), End()
             line = mailbox.core.phx_message_ends(self._handle, byref(sent), byref(expected))
             peer, ends = mailbox.core.phx_message_source(self._handle), (sent, line.decode(errors="replace"), expected)
-        return elsewhere.error(status, peer, f"{self._text()} at {site}" if site else self._text(), ends)
+        return elsewhere.error(status, peer, with_site(self._text()), ends)
 
     def _left(self) -> PeerLost:
         """The error for a message whose peer left the group in order: the other messages of the group go on."""
-        site = call_site()
-        waiting = f"{self._text()} at {site}" if site else self._text()
+        waiting = with_site(self._text())
         if self._peer is None:
             return PeerLost.left_before_message(waiting)
         peer, pid = self._mailbox.names[self._peer], ctypes.c_uint32()

@@ -37,7 +37,7 @@ from phalanx.transports.contract import Communicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.words import format_limit
 
-__all__ = ["NotOneHost", "join_segment", "share_memory", "share_parts"]
+__all__ = ["NotOneHost", "join_segment", "share_parts"]
 
 _Outcome = tuple[str, str, tuple[int, int, str] | tuple[()]]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
@@ -320,19 +320,30 @@ def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
         raise InitializationError(f"{otherwise} within {format_limit(timeout.total_seconds())} ({error})") from error
 
 
-def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
-    """Make memory of so many bytes, zeros at first, which the ranks of a communicator share; each of them calls it.
+def share_parts(local: Communicator, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make memory in which each rank of a communicator has a part of the size it wants, which it alone writes.
 
-    It stays as long as any rank has a tensor of it.
+    Returns:
+        All of the memory, zeros at first, and this rank's part. Once no tensor of the part is left its pages are given
+        back, and its addresses stay taken as long as the whole memory is there.
 
     Raises:
         OSError, RuntimeError: the kernel gives no memory, or no descriptor: make fewer groups.
         PeerLost: a rank has gone.
     """
-    if local.size == 1:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-    offer = torch.zeros(2, dtype=torch.int64)
-    descriptor, refused = -1, None
+    wanted = [torch.zeros(1, dtype=torch.int64) for _ in range(local.size)]
+    local.all_gather(wanted, torch.tensor([nbytes]))
+    each = -(-max(1, *map(int, wanted)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = _share_memory(local, each * local.size)
+    begin = whole.data_ptr() + each * local.rank
+    part = memoryview((ctypes.c_ubyte * each).from_address(begin))
+    # With the whole memory as an argument, which is thereby there until this is done.
+    weakref.finalize(part, _give_back, whole, begin, each, os.getpid()).atexit = False
+    return whole, torch.frombuffer(part, dtype=torch.uint8)[:nbytes]
+
+
+def _share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
+    offer, descriptor, refused = torch.zeros(2, dtype=torch.int64), -1, None
     try:
         if local.rank == 0:
             descriptor = os.memfd_create("phalanx-shared", os.MFD_CLOEXEC)
@@ -345,34 +356,13 @@ def share_memory(local: Communicator, nbytes: int) -> torch.Tensor:
                 descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
                 refused = error
-        # If rank 0 has died, so that there is nothing to open, this says so.
-        local.barrier()
-        if isinstance(refused, FileNotFoundError):
-            local.barrier()  # rank 0 was killed after it had come to the barrier above: this names it
+        local.barrier()  # if rank 0 has died, so that there is nothing to open, this says so
         if refused is not None:
             raise refused
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def share_parts(local: Communicator, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make memory in which each rank of a communicator has a part of the size it wants, which it alone writes.
-
-    Returns:
-        All of the memory, and this rank's part. Once no tensor of the part is left its pages are given back, and its
-        addresses stay taken as long as the whole memory is there.
-    """
-    wanted = [torch.zeros(1, dtype=torch.int64) for _ in range(local.size)]
-    local.all_gather(wanted, torch.tensor([nbytes]))
-    each = -(-max(1, *map(int, wanted)) // mmap.PAGESIZE) * mmap.PAGESIZE
-    whole = share_memory(local, each * local.size)
-    begin = whole.data_ptr() + each * local.rank
-    part = memoryview((ctypes.c_ubyte * each).from_address(begin))
-    # With the whole memory as an argument, which is thereby there until this is done.
-    weakref.finalize(part, _give_back, whole, begin, each, os.getpid()).atexit = False
-    return whole, torch.frombuffer(part, dtype=torch.uint8)[:nbytes]
 
 
 def _give_back(whole: torch.Tensor, begin: int, nbytes: int, pid: int) -> None:
