@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from phalanx.c10d.arguments import SUM, Checks, all_dense, are_apart, as_it_is, as_real, dense, in_place, moving
+from phalanx.c10d.arguments import SUM, Checks, as_it_is, as_real, dense, in_place, moving
 from phalanx.c10d.dispatcher import OPERATIONS, UNSET, DispatchedCall, begin, tensors_in
 from phalanx.c10d.messages import Messages
-from phalanx.c10d.progress import Progress, around
+from phalanx.c10d.progress import Progress
 from phalanx.c10d.torch_versions import method_name, uncompiled
 from phalanx.c10d.work import DoneWork
 from phalanx.errors import ArgumentError
@@ -44,21 +44,20 @@ def is_watched() -> bool:
     return profiler._is_profiler_enabled or _number_of_modes() > 0
 
 
-def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Callable[..., Any]:
+def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
     """The method ``name`` of a process group: ``body``, or torch's dispatcher, which comes back to ``body``.
 
     Args:
         name: of the method, one of ``OPERATIONS``.
         body: the method that does it for plain tensors, given all arguments by position, the options last.
-        hooked: torch's hooks are to see every call (``hooked.py``).
     """
     known = OPERATIONS[name]
     options, from_cpp = known.options, known.from_cpp
-    count = -1 if hooked else len(known.arguments) + (options is not None)
+    count = len(known.arguments) + (options is not None)
     torchs = getattr(dist.ProcessGroup, method_name(name), None) if known.operation else None
 
     def call(self: Any, *given: Any, **named: Any) -> Any:
-        if len(given) == count and not named and not is_watched():
+        if len(given) == count and not named and not is_watched() and not self.hooked:
             if options is None:
                 if _plain(given):
                     return body(self, *given)
@@ -117,12 +116,6 @@ class Collectives:
     _summed: frozenset[torch.dtype]  # the dtypes that the communicator sums
     _within: Callable[..., Any]
 
-    def _plain(self, opts: Any, result: Tensors, body: Callable[..., None], *arguments: Any) -> Any:
-        """Run ``body`` on tensors that a communicator can take as they are, now or queued."""
-        if opts.asyncOp or around.wraps:
-            return self._start(opts.asyncOp, result, partial(body, *arguments))
-        return self._progress.run(body, *arguments)
-
     def _move(self, opts: Any, outputs: Tensors, inputs: Tensors, body: Body, own: int | None) -> Any:
         """Run ``body(outputs, inputs)`` now or queued, with copies of tensors that a communicator cannot take.
 
@@ -132,11 +125,7 @@ class Collectives:
             body: the collective.
             own: the part of the larger side that may be the same memory as the smaller side; None if none may.
         """
-        if not (all_dense((*outputs, *inputs)) and are_apart(outputs, inputs, own)):
-            return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, own))
-        if opts.asyncOp or around.wraps:
-            return self._start(opts.asyncOp, outputs, partial(body, outputs, inputs))
-        return self._progress.run(body, outputs, inputs)
+        return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, own))
 
     def _move_each(
         self, opts: Any, pairs: Sequence[tuple[Tensors, Tensors]], body: Body, factor: float | None = None
@@ -151,9 +140,7 @@ class Collectives:
         reduce_op = opts.reduceOp
         # The usual case comes first, in as few steps as possible: each of them is paid in every call.
         if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            if opts.asyncOp or around.wraps:
-                return self._start(opts.asyncOp, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
-            return self._progress.run(self._calls.all_reduce, tensors[0], SUM)
+            return self._start(opts.asyncOp, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
         if any(tensor.is_sparse for tensor in tensors):
             return self._start(
                 opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
@@ -180,8 +167,6 @@ class Collectives:
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         root = self._check.peer(opts.rootRank)
-        if opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            return self._plain(opts, tensors, self._calls.reduce, tensors[0], root, SUM)
         (tensor,) = self._check.one("reduce", tensors)
         op, factor = self._check.reduction("reduce", tensors, opts.reduceOp)
 
@@ -205,10 +190,6 @@ class Collectives:
         return self._move_each(opts, [(outputs, inputs)], reduce, factor)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        usual = opts.reduceOp == dist.ReduceOp.SUM and self._summable(output) and self._summable(tensor)
-        if usual and are_apart((output,), (tensor,), self._rank):
-            self._check.multiple("reduce_scatter_single", tensor, output)
-            return self._plain(opts, [output], self._calls.reduce_scatter_single, output, tensor, SUM)
         return Collectives.reduce_scatter_single_coalesced(self, [output], [tensor], opts)
 
     reduce_scatter_single = _reduce_scatter_base
@@ -230,8 +211,6 @@ class Collectives:
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         body, root = self._calls.broadcast, self._check.peer(opts.rootRank)
         self._check.on_cpu(tensors)
-        if len(tensors) == 1 and as_it_is(tensors[0]):
-            return self._plain(opts, tensors, body, tensors[0], root)
         moves = [partial(in_place, tensor, lambda buffer: body(buffer, root)) for tensor in tensors]
         return self._start(opts.asyncOp, tensors, _in_turn(moves))
 
@@ -321,7 +300,7 @@ class Collectives:
         return self._move(opts, [output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
 
     def barrier(self, opts: Any) -> Any:
-        return self._plain(opts, [], self._calls.barrier)
+        return self._start(opts.asyncOp, [], self._calls.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a timeout of its own, under Gloo's name for it. It names the first missing rank in any case.

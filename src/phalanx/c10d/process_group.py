@@ -26,6 +26,7 @@ from phalanx.c10d.arguments import SUM, Checks
 from phalanx.c10d.collectives import Collectives, front, is_watched
 from phalanx.c10d.ddp import BackwardPasses, current_pass, serve_reducers
 from phalanx.c10d.dispatcher import OPERATIONS, watch_all, watch_calls_of_cpp
+from phalanx.c10d.hooked import HookedBackend
 from phalanx.c10d.leaving import LAST_CALLS_S, track_group
 from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress, around, nothing
@@ -56,10 +57,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         group_name: torch's name for the group.
         store: where its ranks met.
         split: makes a group of some of its ranks, given their group ranks, the timeout and a name.
+        hooked: whether torch's hooks see its calls (``hooked.py``).
     """
 
     allreduce: Any  # as the others: behind its front it takes every form of arguments that torch's takes
-    hooked = False  # whether torch's hooks see its calls (``hooked.py``)
     supports_reconfigure = False  # for torch >= 2.15; the groups of ``reconfigurable.py`` can
 
     def __init__(
@@ -70,6 +71,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         group_name: str,
         store: Store | None = None,
         split: Callable[[list[int], timedelta, str], dist.ProcessGroup] | None = None,
+        hooked: bool = False,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._store, self._split, self._splits = store, split, 0
@@ -88,10 +90,11 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
         self._waits: OwnWaits | None = None
         self._dropped: weakref.finalize[[], PhalanxProcessGroup] | None = None  # gives it back, once it is aborted
-        self._attached = False
-        undefined = dist.ProcessGroup.BackendType.UNDEFINED
-        self._register_backend(torch.device("cpu"), undefined, name_holder(self._rank, self._size))
-        self._set_default_backend(undefined)
+        self._attached = self.hooked = hooked  # a hooked group has a backend of its own in Gloo's place
+        kind = dist.ProcessGroup.BackendType.CUSTOM if hooked else dist.ProcessGroup.BackendType.UNDEFINED
+        self._backend = HookedBackend(self) if hooked else name_holder(self._rank, self._size)
+        self._register_backend(torch.device("cpu"), kind, self._backend)
+        self._set_default_backend(kind)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         track_group(self)
         serve_reducers(PhalanxProcessGroup)
@@ -253,7 +256,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     def sum_in_place(self, tensor: torch.Tensor) -> bool:
         """All-reduce a tensor of the usual kind and return True, or do nothing; ``Group.all_reduce`` calls it first."""
-        if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
+        if self.hooked or is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
             return False
         self._progress.run(self._calls.all_reduce, tensor, SUM)
         return True
@@ -371,10 +374,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return super().boxed()
 
 
-def serve_operations(kind: type[PhalanxProcessGroup], body: Callable[[str], Callable[..., Any]], **how: bool) -> None:
+def serve_operations(kind: type[PhalanxProcessGroup], body: Callable[[str], Callable[..., Any]]) -> None:
     """Give a class of groups its operations: ``body`` of each name, behind a front."""
     for name in OPERATIONS:
-        setattr(kind, name, front(name, body(name), **how))
+        setattr(kind, name, front(name, body(name)))
     adopt_older_names(kind)
     uncompiled(kind)
 

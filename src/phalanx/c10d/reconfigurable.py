@@ -221,7 +221,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
                 [],
                 self._backend_name,
                 recorded=given if len(set(given)) == len(given) else range(len(members)),
-                kind=PhalanxProcessGroup,
+                cpu_only=True,
             )
         except InitializationError as error:
             raise InitializationError(
