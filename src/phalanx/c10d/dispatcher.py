@@ -296,15 +296,14 @@ def begin(group: Any, name: str, body: Callable[..., Any], arguments: Sequence[A
     if not profiler._is_profiler_enabled:
         return start()
     title = f"{group.name()}:{OPERATIONS[name].title}"
-    return _profiled(title, tensors_in(arguments), start, opts is not None and opts.asyncOp)
+    return _profiled(title, tensors_in(arguments), start)
 
 
-def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], asynchronous: bool) -> Any:
+def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
     """``call()``, shown by the profiler as an event with the tensors' shapes and bytes.
 
-    The event of an asynchronous operation ends when that has run, or if another thread has run it, when this one has
-    waited for it. A profiler belongs to a thread: what ends on another one has no end there, and is shown as if it had
-    ended with what was under way when it began.
+    The event of an asynchronous operation ends when this thread has waited for it. A profiler belongs to a thread: what
+    another one waits for has no end here, and is shown as if it had ended with what was under way when it began.
     """
     nbytes = sum(t.numel() * t.element_size() for t in tensors if t.layout == torch.strided)
     event = torch._C._profiler._RecordFunctionFast(name, list(tensors), {"nbytes": nbytes})
@@ -314,25 +313,14 @@ def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any
         if ends and threading.get_ident() == caller:
             ends.pop()(None, None, None)
 
-    def ending(body: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                body()
-            finally:
-                end()
-
-        return run
-
     event.__enter__()
+    result = None
     try:
-        with around.more(ending):
-            result = call()
-    except BaseException:
-        end()
-        raise
-    operation = getattr(result, "operation", None)
-    if not asynchronous:
-        end()
-    elif operation is not None:
-        operation.waited = end
+        result = call()
+    finally:
+        operation = getattr(result, "operation", None)
+        if operation is None:
+            end()
+        else:
+            operation.waited = end
     return result

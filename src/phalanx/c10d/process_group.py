@@ -159,10 +159,6 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._set_group_name(name)
         self._set_group_desc(description)
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [device for device in super()._device_types if device.type != "meta"]
-
     def _get_backend(self, device: torch.device) -> Backend:
         if device.type == "cpu":
             self.attach()

@@ -13,7 +13,6 @@ before ``reconfigure`` returns. torch's hooks do not see these groups, which ser
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import re
@@ -200,11 +199,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._rank, self._size = made.rank(), made.size()
         vars(self).update({name: getattr(made, name) for name in _HANDED_ON})
         if before is not None:
-            over_hosts = bool(before.engine)
             before.retire()
-            del before
-            if over_hosts:
-                gc.collect()  # receives that were posted ahead hold Gloo's connections, in a circle of references
         return DoneWork([])
 
     def _meet(self, members: list[str], uuid: int, timeout: timedelta) -> PhalanxProcessGroup:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
 from phalanx.c10d.collectives import Collectives
+from phalanx.c10d.dispatcher import tensors_in
 from phalanx.c10d.process_group import PhalanxProcessGroup, serve_operations
 from phalanx.c10d.register import replaces
 from phalanx.c10d.torch_versions import OLDER_METHODS
@@ -130,12 +131,7 @@ def _one_by_one(vendor: Any, name: str, outputs: list[torch.Tensor], inputs: lis
 
 def _device(arguments: Sequence[Any]) -> torch.device | None:
     """The device of the first tensor among the arguments, which are tensors, lists of them, or lists of lists."""
-    for argument in arguments:
-        while isinstance(argument, (list, tuple)) and argument:
-            argument = argument[0]
-        if isinstance(argument, torch.Tensor):
-            return argument.device
-    return None
+    return next((tensor.device for tensor in tensors_in(arguments)), None)
 
 
 def _name(group: dist.ProcessGroup, device: torch.device, member: GroupFacts) -> str:
