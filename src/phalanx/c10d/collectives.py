@@ -1,7 +1,7 @@
 """The collectives and messages of c10d over a communicator: the front of each call, and its body.
 
 The front goes straight to the body if the call is a plain one, else through torch's dispatcher, which comes back to the
-body (``dispatcher.py``). The body takes all arguments by position, plain tensors, and no timeout. It unpacks torch's
+body (``dispatcher.py``). The body takes all arguments by position, and plain tensors. It unpacks torch's
 options and tensor lists, makes buffers contiguous, and hands a blocking call to a ``Communicator``.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from phalanx.c10d.arguments import SUM, Checks, as_it_is, as_real, dense, in_place, moving
-from phalanx.c10d.dispatcher import OPERATIONS, UNSET, DispatchedCall, begin, tensors_in
+from phalanx.c10d.dispatcher import OPERATIONS, DispatchedCall, begin, tensors_in
 from phalanx.c10d.messages import Messages
 from phalanx.c10d.progress import Progress
 from phalanx.c10d.torch_versions import method_name, uncompiled
@@ -57,14 +57,10 @@ def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
     torchs = getattr(dist.ProcessGroup, method_name(name), None) if known.operation else None
 
     def call(self: Any, *given: Any, **named: Any) -> Any:
-        if len(given) == count and not named and not is_watched() and not self.hooked:
-            if options is None:
-                if _plain(given):
-                    return body(self, *given)
-            elif type(given[-1]) is options and _plain(given[:-1]):
-                own = given[-1].timeout != UNSET
-                work = self._limited(body, *given) if own else body(self, *given)
-                return _done if work is None and from_cpp else work
+        is_usual = len(given) == count and not named and (options is None or type(given[-1]) is options)
+        if is_usual and not is_watched() and not self.hooked and _plain(given, options):
+            work = body(self, *given)
+            return _done if work is None and from_cpp else work
         if torchs is None:  # torch does not have the method yet, and so cannot dispatch it
             *tensors, opts = *given, *named.values()
             if not _plain([tensor for tensor in tensors if tensor is not None]):
@@ -86,14 +82,14 @@ def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _plain(things: Sequence[Any]) -> bool:
-    """Return whether all tensors in it are torch's own."""
+def _plain(things: Sequence[Any], options: type | None = None) -> bool:
+    """Return whether all tensors in it are torch's own, and all else is of the kinds that a call has."""
     for thing in things:
         kind = type(thing)
         if kind is list or kind is tuple:
             if not _plain(thing):
                 return False
-        elif kind not in _PLAIN:
+        elif kind not in _PLAIN and kind is not options:
             return False
     return True
 
@@ -125,14 +121,14 @@ class Collectives:
             body: the collective.
             own: the part of the larger side that may be the same memory as the smaller side; None if none may.
         """
-        return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, own))
+        return self._start(opts, outputs, moving(outputs, inputs, body, own))
 
     def _move_each(
         self, opts: Any, pairs: Sequence[tuple[Tensors, Tensors]], body: Body, factor: float | None = None
     ) -> Any:
         """The same for several outputs and inputs, one after the other in one operation; inputs times ``factor``."""
         moves = [moving(*pair, body, self._rank, factor) for pair in pairs]
-        return self._start(opts.asyncOp, [tensor for outputs, _ in pairs for tensor in outputs], _in_turn(moves))
+        return self._start(opts, [tensor for outputs, _ in pairs for tensor in outputs], _in_turn(moves))
 
     # -- reductions --------------------------------------------------------------------------------
 
@@ -140,11 +136,9 @@ class Collectives:
         reduce_op = opts.reduceOp
         # The usual case comes first, in as few steps as possible: each of them is paid in every call.
         if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            return self._start(opts.asyncOp, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
+            return self._start(opts, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
         if any(tensor.is_sparse for tensor in tensors):
-            return self._start(
-                opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
-            )
+            return self._start(opts, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True)
         op, factor = self._check.reduction("all_reduce", tensors, reduce_op)
         body = self._calls.all_reduce
 
@@ -154,7 +148,7 @@ class Collectives:
                     tensor.detach().mul_(factor)
                 in_place(tensor, lambda buffer: body(as_real(buffer), op))
 
-        return self._start(opts.asyncOp, tensors, reduce_each)
+        return self._start(opts, tensors, reduce_each)
 
     def _summable(self, tensor: torch.Tensor) -> bool:
         """Return whether the communicator can sum the tensor as it is."""
@@ -177,7 +171,7 @@ class Collectives:
             if self._rank == root and source.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(source)
 
-        return self._start(opts.asyncOp, tensors, reduce_one)
+        return self._start(opts, tensors, reduce_one)
 
     def reduce_scatter(self, outputs: Tensors, input_lists: list[Tensors], opts: Any) -> Any:
         (output,), inputs, body = self._check.one("reduce_scatter", outputs), input_lists[0], self._calls.reduce_scatter
@@ -212,7 +206,7 @@ class Collectives:
         body, root = self._calls.broadcast, self._check.peer(opts.rootRank)
         self._check.on_cpu(tensors)
         moves = [partial(in_place, tensor, lambda buffer: body(buffer, root)) for tensor in tensors]
-        return self._start(opts.asyncOp, tensors, _in_turn(moves))
+        return self._start(opts, tensors, _in_turn(moves))
 
     def allgather(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         (tensor,) = self._check.one("all_gather", inputs)
@@ -300,7 +294,7 @@ class Collectives:
         return self._move(opts, [output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
 
     def barrier(self, opts: Any) -> Any:
-        return self._start(opts.asyncOp, [], self._calls.barrier)
+        return self._start(opts, [], self._calls.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a timeout of its own, under Gloo's name for it. It names the first missing rank in any case.

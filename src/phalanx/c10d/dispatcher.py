@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as types
 from torch.autograd import profiler
 
-from phalanx.c10d.progress import around
 from phalanx.c10d.work import DoneWork
 from phalanx.errors import UnsupportedTensor
 
@@ -207,8 +206,16 @@ def _kernel(operation: str) -> Callable[..., Any]:
         arguments, filled = _unwrap_nested(known.arguments, given)
         opts = None if known.options is None else _options(known.options, values, dispatched.reduce_op)
         body = getattr(type(dispatched.group), name).__wrapped__
-        with around.more(*([partial(_followed_by_copies, filled)] if filled else [])):
-            work = dispatched.run(lambda: begin(dispatched.group, name, body, arguments, opts), given)
+        if filled and opts is not None:
+            opts.asyncOp = False
+
+        def start() -> Any:
+            work = begin(dispatched.group, name, body, arguments, opts)
+            for tensor, stand_in in filled:
+                tensor.detach().copy_(stand_in)
+            return work
+
+        work = dispatched.run(start, given)
         boxed = work.boxed()
         return (given[0], boxed) if len(schema.returns) == 2 else boxed
 
@@ -246,8 +253,8 @@ Filled = list[tuple[torch.Tensor, torch.Tensor]]  # wrappers, and what stands in
 def _unwrap_nested(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[Any], Filled]:
     """The arguments with plain tensors in the place of wrappers in lists of lists, where torch does not look for them.
 
-    An argument whose name begins with "output" is to be filled, by copying, as Gloo does. A wrapped input is refused,
-    unless it says what it stands for.
+    An argument whose name begins with "output" is to be filled, by copying, as Gloo does, before the call returns. A
+    wrapped input is refused, unless it says what it stands for.
     """
     filled: Filled = []
 
@@ -273,26 +280,12 @@ def _unwrap_nested(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list
     return list(map(unwrapped, names, arguments)), filled
 
 
-def _followed_by_copies(filled: Filled, body: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        body()
-        for tensor, stand_in in filled:
-            tensor.detach().copy_(stand_in)
-
-    return run
-
-
 # -- profiles --------------------------------------------------------------------------------------
 
 
 def begin(group: Any, name: str, body: Callable[..., Any], arguments: Sequence[Any], opts: Any) -> Any:
-    """Do what ``name`` stands for, with the timeout of its options, shown to a profiler that is on."""
-    if opts is None:
-        start = partial(body, group, *arguments)
-    elif opts.timeout == UNSET:
-        start = partial(body, group, *arguments, opts)
-    else:
-        start = partial(group._limited, body, *arguments, opts)
+    """Do what ``name`` stands for, shown to a profiler that is on."""
+    start = partial(body, group, *arguments, *([] if opts is None else [opts]))
     if not profiler._is_profiler_enabled:
         return start()
     title = f"{group.name()}:{OPERATIONS[name].title}"

@@ -25,11 +25,11 @@ from phalanx import settings
 from phalanx.c10d.arguments import SUM, Checks
 from phalanx.c10d.collectives import Collectives, front, is_watched
 from phalanx.c10d.ddp import BackwardPasses, current_pass, serve_reducers
-from phalanx.c10d.dispatcher import OPERATIONS, watch_all, watch_calls_of_cpp
+from phalanx.c10d.dispatcher import OPERATIONS, UNSET, watch_all, watch_calls_of_cpp
 from phalanx.c10d.hooked import HookedBackend
 from phalanx.c10d.leaving import LAST_CALLS_S, track_group
 from phalanx.c10d.messages import Messages
-from phalanx.c10d.progress import Progress, around, nothing
+from phalanx.c10d.progress import Progress, nothing
 from phalanx.c10d.recording import RecordedCalls
 from phalanx.c10d.torch_versions import adopt_older_names, name_holder, uncompiled
 from phalanx.c10d.work import PhalanxWork
@@ -216,27 +216,29 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return group
 
     def _start(
-        self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None], urgent: bool | None = None
-    ) -> Any:
-        """Run an operation here and now, or queue it and return its ``Work``; ``result`` has its tensors.
+        self, opts: Any, result: list[torch.Tensor], body: Callable[[], None], urgent: bool | None = None
+    ) -> PhalanxWork | None:
+        """Run an operation here and now, or queue it and return its ``Work``, as torch's options say.
 
-        A thread begins an urgent one at once; by default those on large tensors.
+        Args:
+            opts: whether it is asynchronous, and a timeout of its own, if it has one.
+            result: its tensors.
+            urgent: whether a thread begins it at once; by default with large tensors.
         """
-        for wrap in around.wraps:
-            body = wrap(body)
-        if not asynchronous:
-            return self._progress.run(body)
+        if opts.timeout != UNSET:
+            body = self._within(opts.timeout, body)
+        if not opts.asyncOp:
+            self._progress.run(body)
+            return None
         if urgent is None:
             urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
+        return self._queued(body, result, urgent)
+
+    def _queued(self, body: Callable[[], None], result: list[torch.Tensor], urgent: bool) -> PhalanxWork:
         work = PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
         if current_pass() >= 0:
             self._passes.begun(work)
         return work
-
-    def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
-        """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""
-        with around.more(partial(self._within, arguments[-1].timeout)):
-            return body(self, *arguments)
 
     def _within(self, timeout: timedelta, body: Callable[[], None]) -> Callable[[], None]:
         """``body`` with a timeout of its own, which counts from when it begins to run; messages keep the group's."""
@@ -269,7 +271,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """Nothing to do: the operations of a group run one after the other in any case."""
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return self._start(True, [], nothing)
+        return self._queued(nothing, [], urgent=False)
 
     def shutdown(self) -> None:
         """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it.

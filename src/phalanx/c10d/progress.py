@@ -31,7 +31,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,33 +40,11 @@ from phalanx.diagnosis import call_site
 from phalanx.errors import BackendError, ClosedError, PhalanxError, ReentryError
 from phalanx.system.threads import TimedQueue, start, wait_awake
 
-__all__ = ["LateFuture", "Operation", "Progress", "around", "nothing"]
+__all__ = ["LateFuture", "Operation", "Progress", "nothing"]
 
 NAP_S = 0.001
 # The requests to the group's threads.
 _NOW, _NAP, _END = "run the queue", "nap first", "end"
-
-
-Body = Callable[[], None]
-
-
-class Around(threading.local):
-    """Wrappers around the operation of this thread's present call, whichever thread runs that."""
-
-    wraps: tuple[Callable[[Body], Body], ...] = ()
-
-    @contextlib.contextmanager
-    def more(self, *wraps: Callable[[Body], Body]) -> Iterator[None]:
-        """Have these around the operations that are called in a ``with``, too."""
-        before = self.wraps
-        self.wraps = (*before, *wraps)
-        try:
-            yield
-        finally:
-            self.wraps = before
-
-
-around = Around()
 
 
 class LateFuture:

@@ -57,12 +57,6 @@ class MixedProcessGroup(PhalanxProcessGroup):
             self._vendors[device.type] = found
         return found
 
-    def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
-        device = _device(arguments)
-        if device is None or device.type == "cpu":
-            return super()._limited(body, *arguments)
-        return body(self, *arguments)  # a vendor's backend reads the timeout from the options
-
     def set_timeout(self, timeout: timedelta) -> None:
         for vendor in self._vendors.values():
             vendor._set_default_timeout(timeout)
