@@ -28,7 +28,7 @@ from phalanx.system.threads import start
 from phalanx.transports.contract import Communicator, Message, message_text
 from phalanx.words import tell
 
-__all__ = ["MessageWork", "Messages"]
+__all__ = ["Messages"]
 
 PATIENCE_S = 0.002
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message

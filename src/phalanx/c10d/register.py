@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = [
-    "REPLACEABLE",
     "forget_failed_groups",
     "has_met",
     "names_to_replace",
