@@ -221,18 +221,22 @@ def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own
     One of them may have one tensor for all ranks. ``own`` is the part of the larger side that may be the same memory as
     the smaller side; None if none may.
     """
-    small, large = ([(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors] for tensors in (ones, others))
-    if own is not None and small and large:
-        if len(small) > 1 or small[0][1] - small[0][0] > large[0][1] - large[0][0]:
-            small, large = large, small
-        ((start, end),) = small
-        if len(large) == 1 and start == large[0][0] + own * (end - start):
-            return True
-        if len(large) > 1 and start == large[own][0]:
-            large = [*large[:own], *large[own + 1 :]]
+    if not ones or not others:
+        return True
+    same = None  # where the smaller side may begin within the larger one
+    if own is not None:
+        if len(others) == 1 and (len(ones) > 1 or others[0].nbytes < ones[0].nbytes):
+            ones, others = others, ones
+        place = others[0].data_ptr() + own * ones[0].nbytes if len(others) == 1 else others[own].data_ptr()
+        same = place if ones[0].data_ptr() == place else None
+    spans = [(at := tensor.data_ptr(), at + tensor.nbytes, 0) for tensor in ones]
+    spans += [(at := tensor.data_ptr(), at + tensor.nbytes, 1) for tensor in others]
+    spans.sort()
     ends = [0, 0]  # where the tensors so far end, of each list
-    for start, end, one in sorted((*span, one) for one, spans in enumerate((small, large)) for span in spans):
-        if start < min(end, ends[1 - one]):
-            return False
+    for start, end, one in spans:
+        if start < ends[1 - one] and start < end:
+            if start != same:
+                return False
+            same = None
         ends[one] = max(ends[one], end)
     return True

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import cast
 
 import torch
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _DistributedBackendOptions
 
 from phalanx import settings
 from phalanx.c10d.hooked import hooks_are_wanted
@@ -92,9 +92,11 @@ def create_process_group(
         if cpu_only or not torch.accelerator.is_available():
             group = PhalanxProcessGroup(*arguments, hooked=not cpu_only and hooks_are_wanted())
         else:
-            from phalanx.c10d.vendor import GroupFacts, MixedProcessGroup
+            from phalanx.c10d.vendor import MixedProcessGroup
 
-            member = GroupFacts(own, rank, size, timeout, group_name, ranks)
+            member = _DistributedBackendOptions()
+            member.store, member.group_rank, member.group_size = own, rank, size
+            member.timeout, member.group_id, member.global_ranks_in_group = timeout, group_name, list(ranks)
             group = MixedProcessGroup(member, *arguments)
         group.record(recorded or ranks)
         return group

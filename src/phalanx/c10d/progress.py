@@ -188,10 +188,10 @@ class Progress:
                     finally:
                         state[0] = False
                     return
-                self._wanted = self.queue[-1]
-                operation = self._run_next()
-            self._wanted = None
-            operation.finish()
+                last = self.queue[-1]
+            if last is None:
+                raise self._closed_error()
+            self.help(last)
 
     def interrupted(self) -> bool:
         """Return whether the caller is a signal handler that has interrupted an operation of this group."""
