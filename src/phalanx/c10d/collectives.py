@@ -112,26 +112,16 @@ class Collectives:
     _summed: frozenset[torch.dtype]  # the dtypes that the communicator sums
     _within: Callable[..., Any]
 
-    def _move(
-        self,
-        opts: Any,
-        pairs: Sequence[tuple[Tensors, Tensors]],
-        body: Body,
-        own: int | None,
-        factor: float | None = None,
-    ) -> Any:
-        """Run ``body(outputs, inputs)`` for each pair of these, in one operation, now or queued.
+    def _move(self, opts: Any, outputs: Tensors, inputs: Tensors, body: Body, own: int | None) -> Any:
+        """Run ``body(outputs, inputs)`` now or queued, with copies of tensors that a communicator cannot take.
 
         Args:
             opts: torch's options.
-            pairs: outputs and inputs, either of which may be one tensor for each part of the other's. Those that a
-                communicator cannot take have copies in their place.
+            outputs, inputs: either may be one tensor for each part of the other's.
             body: the collective.
             own: the part of the larger side that may be the same memory as the smaller side; None if none may.
-            factor: by which inputs are multiplied first.
         """
-        moves = [moving(*pair, body, own, factor) for pair in pairs]
-        return self._start(opts, [tensor for outputs, _ in pairs for tensor in outputs], _in_turn(moves))
+        return self._start(opts, outputs, moving(outputs, inputs, body, own))
 
     # -- reductions --------------------------------------------------------------------------------
 
@@ -184,7 +174,7 @@ class Collectives:
         def reduce(to: Tensors, given: Tensors) -> None:
             body(as_real(to[0]), [as_real(part) for part in given], op)
 
-        return self._move(opts, [(outputs, inputs)], reduce, self._rank, factor)
+        return self._start(opts, outputs, moving(outputs, inputs, reduce, self._rank, factor))
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         return Collectives.reduce_scatter_single_coalesced(self, [output], [tensor], opts)
@@ -194,14 +184,16 @@ class Collectives:
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         op, factor = self._check.reduction("reduce_scatter_single", outputs, opts.reduceOp)
         self._check.on_cpu(inputs)
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._check.multiple("reduce_scatter_single", tensor, output)
         body = self._calls.reduce_scatter_single
 
         def reduce(to: Tensors, given: Tensors) -> None:
             body(as_real(to[0]), as_real(given[0]), op)
 
-        return self._move(opts, _singly(outputs, inputs), reduce, self._rank, factor)
+        moves = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check.multiple("reduce_scatter_single", tensor, output)
+            moves.append(moving([output], [tensor], reduce, self._rank, factor))
+        return self._start(opts, outputs, _in_turn(moves))
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -215,28 +207,36 @@ class Collectives:
         (tensor,) = self._check.one("all_gather", inputs)
         self._check.on_cpu(inputs)
         self._check.one_per_rank("all_gather", output_lists[0], tensor)
-        body = self._calls.all_gather
-        return self._move(opts, [(output_lists[0], inputs)], lambda to, given: body(to, given[0]), self._rank)
+        return self._move(opts, output_lists[0], inputs, self._gather_all, self._rank)
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         self._check.on_cpu(inputs)
-        pairs = [(outputs, [tensor]) for *outputs, tensor in zip(*output_lists, inputs, strict=True)]
-        for outputs, (tensor,) in pairs:
+        moves = []
+        for *outputs, tensor in zip(*output_lists, inputs, strict=True):
             self._check.one_per_rank("all_gather_coalesced", outputs, tensor)
-        body = self._calls.all_gather
-        return self._move(opts, pairs, lambda to, given: body(to, given[0]), self._rank)
+            moves.append(moving(outputs, [tensor], self._gather_all, self._rank))
+        return self._start(opts, [output for outputs in output_lists for output in outputs], _in_turn(moves))
+
+    def _gather_all(self, to: Tensors, given: Tensors) -> None:
+        self._calls.all_gather(to, given[0])
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        return Collectives.all_gather_single_coalesced(self, [output], [tensor], opts)
+        self._check.on_cpu((output, tensor))
+        self._check.multiple("all_gather_single", output, tensor)
+        return self._move(opts, [output], [tensor], self._gather_all_single, self._rank)
 
     all_gather_single = _allgather_base
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         self._check.on_cpu([*outputs, *inputs])
+        moves = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check.multiple("all_gather_single", output, tensor)
-        body = self._calls.all_gather_single
-        return self._move(opts, _singly(outputs, inputs), lambda to, given: body(to[0], given[0]), self._rank)
+            moves.append(moving([output], [tensor], self._gather_all_single, self._rank))
+        return self._start(opts, outputs, _in_turn(moves))
+
+    def _gather_all_single(self, to: Tensors, given: Tensors) -> None:
+        self._calls.all_gather_single(to[0], given[0])
 
     def gather(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         (tensor,), root, body = self._check.one("gather", inputs), self._check.peer(opts.rootRank), self._calls.gather
@@ -246,7 +246,7 @@ class Collectives:
             self._check.one_per_rank("gather", outputs, tensor)
         elif output_lists:
             raise ArgumentError("gather: only the destination rank gives a list to gather into")
-        return self._move(opts, [(outputs, inputs)], lambda to, given: body(to or None, given[0], root), root)
+        return self._move(opts, outputs, inputs, lambda to, given: body(to or None, given[0], root), root)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         """``gather`` into one tensor, as of torch 2.14. The ``output`` of ranks other than the root is ignored."""
@@ -257,9 +257,7 @@ class Collectives:
             self._check.multiple("gather_single", outputs[0], tensor)
         elif self._rank == root:
             raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
-        return self._move(
-            opts, [(outputs, [tensor])], lambda to, given: body(to[0] if to else None, given[0], root), root
-        )
+        return self._move(opts, outputs, [tensor], lambda to, given: body(to[0] if to else None, given[0], root), root)
 
     def scatter(self, outputs: Tensors, input_lists: list[Tensors], opts: Any) -> Any:
         (output,), root = self._check.one("scatter", outputs), self._check.peer(opts.rootRank)
@@ -270,11 +268,11 @@ class Collectives:
         elif input_lists:
             raise ArgumentError("scatter: only the source rank gives a list to scatter")
         body = self._calls.scatter
-        return self._move(opts, [(outputs, inputs)], lambda to, given: body(to[0], given or None, root), root)
+        return self._move(opts, outputs, inputs, lambda to, given: body(to[0], given or None, root), root)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         self._check.exchange(outputs, inputs)
-        return self._move(opts, [(outputs, inputs)], self._calls.all_to_all, None)
+        return self._move(opts, outputs, inputs, self._calls.all_to_all, None)
 
     def all_to_all_single(
         self,
@@ -291,7 +289,7 @@ class Collectives:
         sent = split_counts("all_to_all_single input", tensor, input_splits, size)
         expected = split_counts("all_to_all_single output", output, output_splits, size)
         self._check.own_part("all_to_all_single", sent, expected)
-        return self._move(opts, [([output], [tensor])], lambda to, given: body(to[0], given[0], expected, sent), None)
+        return self._move(opts, [output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
 
     def barrier(self, opts: Any) -> Any:
         return self._start(opts, [], self._calls.barrier)
@@ -324,10 +322,6 @@ class Collectives:
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         return Collectives.recv(self, tensors, None, tag)
-
-
-def _singly(outputs: Tensors, inputs: Tensors) -> list[tuple[Tensors, Tensors]]:
-    return [([output], [tensor]) for output, tensor in zip(outputs, inputs, strict=True)]
 
 
 def _in_turn(moves: Sequence[Callable[[], None]]) -> Callable[[], None]:

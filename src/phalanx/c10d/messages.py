@@ -106,9 +106,9 @@ class MessageWork(LateFuture, Handle):
         """Copy the data of a message that is done into the user's tensor, and complete the future."""
         if self._completed:
             return
-        with self._lock:
-            if self._write_back:
-                if success:
+        if self._write_back:
+            with self._lock:
+                if self._write_back and success:
                     tensor, stand_in = self._write_back
                     tensor.detach().copy_(stand_in)
                 self._write_back = []
