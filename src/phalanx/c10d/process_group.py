@@ -97,7 +97,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._set_default_backend(kind)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         track_group(self)
-        serve_reducers(PhalanxProcessGroup)
+        serve_reducers()
         watch_calls_of_cpp()
 
     def record(self, ranks: Sequence[int]) -> None:

@@ -135,7 +135,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
-        serve_reducers(ReconfigurableProcessGroup)
+        serve_reducers()
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return settings.BACKEND if self._backend_name == "gloo" else self._backend_name

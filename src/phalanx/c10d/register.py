@@ -198,7 +198,7 @@ def record_other_backends() -> None:
                     if c10d._new_process_group_helper is new_group:  # nobody else has wrapped it since
                         setattr(c10d, "_new_process_group_helper", own)  # noqa: B010
                     record_methods()
-                    serve_reducers(c10d.ProcessGroup)
+                    serve_reducers()
             return made
 
         setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010
