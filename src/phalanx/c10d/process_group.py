@@ -164,22 +164,6 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
             self.attach()
         return super()._get_backend(device)
 
-    def _backend_id(self, backend_type: dist.ProcessGroup.BackendType) -> int:
-        self.attach()
-        return super()._backend_id(backend_type)
-
-    def _set_sequence_number_for_group(self) -> None:
-        self.attach()
-        super()._set_sequence_number_for_group()
-
-    def _get_sequence_number_for_group(self) -> int:
-        self.attach()
-        number: int = super()._get_sequence_number_for_group()  # type: ignore[misc]
-        return number
-
-    def _has_hooks(self) -> bool:
-        return self._attached and super()._has_hooks()
-
     def get_group_store(self) -> Store:
         """The store in which the group's ranks met; groups of MPI have none."""
         if self._store is None:
@@ -355,16 +339,14 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     # -- what else torch asks for ------------------------------------------------------------------
 
-    def get_reconfigure_handle(self) -> str:
+    def get_reconfigure_handle(self, opts: Any = None) -> str:
         """Refused: the ranks of this group stay as they are."""
         raise ArgumentError(
             f"the ranks of process group {self.group_name!r} stay as they are: give init_process_group "
             "enable_reconfigure=True for one whose ranks can change"
         )
 
-    def reconfigure(self, opts: Any) -> Any:
-        """Refused, as :meth:`get_reconfigure_handle`."""
-        self.get_reconfigure_handle()
+    reconfigure = get_reconfigure_handle
 
     def boxed(self) -> torch.ScriptObject:
         """This group as an argument of an operation of torch's library ``c10d``, called by itself."""

@@ -44,8 +44,6 @@ _HANDED_ON = (
     *OPERATIONS,
     "_start_coalescing",
     "_end_coalescing",
-    "_set_sequence_number_for_group",
-    "_get_sequence_number_for_group",
     "split_group",
 )
 # A handle names a process's side of a group: by the rank that it was given first, which others may have been given too,
