@@ -68,15 +68,11 @@ class Checks:
                     f"backend {self._name!r} moves CPU tensors; rank {self._rank} gave one on {tensor.device}. Move it "
                     f"with .cpu(), or use the device's own backend"
                 )
-            if tensor.is_quantized:
-                raise UnsupportedTensor(
-                    f"backend {self._name!r} moves no quantized tensors, whose scales the other ranks would not learn; "
-                    f"rank {self._rank} gave one of {tensor.dtype}. Move its .int_repr(), or call .dequantize()"
-                )
+            kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
             raise UnsupportedTensor(
                 f"backend {self._name!r} takes strided tensors, and sparse COO ones in all_reduce; rank {self._rank} "
-                f"gave one {'that is nested' if tensor.is_nested else f'of the layout {tensor.layout}'}. Move its "
-                f"parts, or call .to_dense(), for a nested one .to_padded_tensor(0.0)"
+                f"gave one of {tensor.dtype} that is {kind}. Move its parts, or call .to_dense(), for a nested one "
+                f".to_padded_tensor(0.0), for a quantized one .dequantize()"
             )
 
     def one(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
