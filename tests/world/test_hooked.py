@@ -71,4 +71,5 @@ def test_nobody_pays_who_has_not_asked(member: Member) -> None:
         os.environ.pop(name, None)
     member.join()
     dist.all_reduce(torch.ones(1))
-    assert type(dist.group.WORLD).__name__ == "PhalanxProcessGroup"
+    group: Any = dist.group.WORLD
+    assert not group.hooked

@@ -6,6 +6,7 @@ A transport reads and writes memory. It cannot take a tensor with gaps, or input
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from phalanx.transports.operands import same_size
 __all__ = [
     "SUM",
     "Checks",
-    "all_dense",
-    "are_apart",
     "as_it_is",
     "as_real",
     "dense",
@@ -69,15 +68,11 @@ class Checks:
                     f"backend {self._name!r} moves CPU tensors; rank {self._rank} gave one on {tensor.device}. Move it "
                     f"with .cpu(), or use the device's own backend"
                 )
-            if tensor.is_quantized:
-                raise UnsupportedTensor(
-                    f"backend {self._name!r} moves no quantized tensors, whose scales the other ranks would not learn; "
-                    f"rank {self._rank} gave one of {tensor.dtype}. Move its .int_repr(), or call .dequantize()"
-                )
+            kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else tensor.layout
             raise UnsupportedTensor(
                 f"backend {self._name!r} takes strided tensors, and sparse COO ones in all_reduce; rank {self._rank} "
-                f"gave one {'that is nested' if tensor.is_nested else f'of the layout {tensor.layout}'}. Move its "
-                f"parts, or call .to_dense(), for a nested one .to_padded_tensor(0.0)"
+                f"gave one of {tensor.dtype} that is {kind}. Move its parts, or call .to_dense(), for a nested one "
+                f".to_padded_tensor(0.0), for a quantized one .dequantize()"
             )
 
     def one(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -174,49 +169,6 @@ def dense(tensor: torch.Tensor, factor: float | None = None) -> torch.Tensor:
     return tensor if factor is None else tensor * factor
 
 
-def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
-    for tensor in tensors:  # noqa: SIM110 - as_it_is() of each, in a form that costs less
-        if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
-            return False
-    return True
-
-
-def _apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
-    """Return whether ``tensor`` may be read while ``parts`` are written, in any order.
-
-    It may if it is ``parts[own]`` itself or overlaps none of them. All are contiguous and of the same size.
-    """
-    start, nbytes = tensor.data_ptr(), tensor.nbytes
-    for index, part in enumerate(parts):
-        distance = part.data_ptr() - start
-        if -nbytes < distance < nbytes and (distance or index != own):
-            return False
-    return True
-
-
-def _apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int | None) -> bool:
-    """The same where the parts are those of one contiguous tensor; without ``own`` they share no memory at all."""
-    at, start, nbytes = tensor.data_ptr(), whole.data_ptr(), tensor.nbytes
-    return at >= start + whole.nbytes or at + nbytes <= start or (own is not None and at == start + own * nbytes)
-
-
-def _disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Return whether no tensor of one list shares memory with one of the other. All are contiguous."""
-    spans = [[(at := t.data_ptr(), at + t.nbytes) for t in tensors if t.numel()] for tensors in (ones, others)]
-    if not all(spans):
-        return True
-    (first, last), (others_first, others_last) = ((min(s)[0], max(end for _, end in s)) for s in spans)
-    if last <= others_first or others_last <= first:
-        return True
-    ends = [0, 0]  # where the tensors so far end, of each list
-    for start, end, one in sorted((*span, which) for which in (0, 1) for span in spans[which]):
-        if start < ends[1 - one]:
-            return False
-        ends[one] = max(ends[one], end)
-    return True
-
-
 def in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None:
     """Run ``body`` on the tensor, or on a contiguous stand-in that is copied back."""
     if as_it_is(tensor):
@@ -228,13 +180,15 @@ def in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None
 
 
 def moving(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
     body: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
     own: int | None,
     factor: float | None = None,
 ) -> Callable[[], None]:
     """A function that runs ``body`` on outputs and inputs, or on copies in the place of those that it cannot take.
+
+    A communicator reads and writes memory, and knows no gradients.
 
     Args:
         outputs: to be filled. Those with gaps have a stand-in that is copied back.
@@ -243,11 +197,13 @@ def moving(
         own: the part of the larger side that may be the same memory as the smaller side; None if none may.
         factor: by which the inputs are multiplied first, in copies.
     """
+    if factor is None and all(map(as_it_is, (*outputs, *inputs))) and _are_apart(outputs, inputs, own):
+        return partial(body, outputs, inputs)
 
     def move() -> None:
         given = [dense(tensor, factor) for tensor in inputs]
         buffers = [output if as_it_is(output) else torch.empty(output.shape, dtype=output.dtype) for output in outputs]
-        body(buffers, given if are_apart(buffers, given, own) else [tensor.clone() for tensor in given])
+        body(buffers, given if _are_apart(buffers, given, own) else [tensor.clone() for tensor in given])
         for output, buffer in zip(outputs, buffers, strict=True):
             if buffer is not output:
                 output.detach().copy_(buffer)
@@ -255,15 +211,28 @@ def moving(
     return move
 
 
-def are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own: int | None) -> bool:
+def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own: int | None) -> bool:
     """Return whether the tensors of one list may be written while those of the other are read; all are contiguous.
 
     One of them may have one tensor for all ranks. ``own`` is the part of the larger side that may be the same memory as
     the smaller side; None if none may.
     """
-    if len(ones) != 1:
-        ones, others = others, ones
-    if len(others) != 1:
-        return _disjoint(ones, others) if own is None else _apart(ones[0], others, own)
-    one, other = ones[0], others[0]
-    return _apart_from_whole(one, other, own) if one.nbytes <= other.nbytes else _apart_from_whole(other, one, own)
+    if not ones or not others:
+        return True
+    same = None  # where the smaller side may begin within the larger one
+    if own is not None:
+        if len(others) == 1 and (len(ones) > 1 or others[0].nbytes < ones[0].nbytes):
+            ones, others = others, ones
+        place = others[0].data_ptr() + own * ones[0].nbytes if len(others) == 1 else others[own].data_ptr()
+        same = place if ones[0].data_ptr() == place else None
+    spans = [(at := tensor.data_ptr(), at + tensor.nbytes, 0) for tensor in ones]
+    spans += [(at := tensor.data_ptr(), at + tensor.nbytes, 1) for tensor in others]
+    spans.sort()
+    ends = [0, 0]  # where the tensors so far end, of each list
+    for start, end, one in spans:
+        if start < ends[1 - one] and start < end:
+            if start != same:
+                return False
+            same = None
+        ends[one] = max(ends[one], end)
+    return True

@@ -1,7 +1,7 @@
 """The collectives and messages of c10d over a communicator: the front of each call, and its body.
 
 The front goes straight to the body if the call is a plain one, else through torch's dispatcher, which comes back to the
-body (``dispatcher.py``). The body takes all arguments by position, plain tensors, and no timeout. It unpacks torch's
+body (``dispatcher.py``). The body takes all arguments by position, and plain tensors. It unpacks torch's
 options and tensor lists, makes buffers contiguous, and hands a blocking call to a ``Communicator``.
 """
 
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from phalanx.c10d.arguments import SUM, Checks, all_dense, are_apart, as_it_is, as_real, dense, in_place, moving
-from phalanx.c10d.dispatcher import OPERATIONS, UNSET, DispatchedCall, begin, tensors_in
+from phalanx.c10d.arguments import SUM, Checks, as_it_is, as_real, dense, in_place, moving
+from phalanx.c10d.dispatcher import OPERATIONS, DispatchedCall, begin, tensors_in
 from phalanx.c10d.messages import Messages
-from phalanx.c10d.progress import Progress, around
+from phalanx.c10d.progress import Progress
 from phalanx.c10d.torch_versions import method_name, uncompiled
 from phalanx.c10d.work import DoneWork
 from phalanx.errors import ArgumentError
@@ -44,28 +44,23 @@ def is_watched() -> bool:
     return profiler._is_profiler_enabled or _number_of_modes() > 0
 
 
-def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Callable[..., Any]:
+def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
     """The method ``name`` of a process group: ``body``, or torch's dispatcher, which comes back to ``body``.
 
     Args:
         name: of the method, one of ``OPERATIONS``.
         body: the method that does it for plain tensors, given all arguments by position, the options last.
-        hooked: torch's hooks are to see every call (``hooked.py``).
     """
     known = OPERATIONS[name]
     options, from_cpp = known.options, known.from_cpp
-    count = -1 if hooked else len(known.arguments) + (options is not None)
+    count = len(known.arguments) + (options is not None)
     torchs = getattr(dist.ProcessGroup, method_name(name), None) if known.operation else None
 
     def call(self: Any, *given: Any, **named: Any) -> Any:
-        if len(given) == count and not named and not is_watched():
-            if options is None:
-                if _plain(given):
-                    return body(self, *given)
-            elif type(given[-1]) is options and _plain(given[:-1]):
-                own = given[-1].timeout != UNSET
-                work = self._limited(body, *given) if own else body(self, *given)
-                return _done if work is None and from_cpp else work
+        is_usual = len(given) == count and not named and (options is None or type(given[-1]) is options)
+        if is_usual and not is_watched() and not self.hooked and _plain(given, options):
+            work = body(self, *given)
+            return _done if work is None and from_cpp else work
         if torchs is None:  # torch does not have the method yet, and so cannot dispatch it
             *tensors, opts = *given, *named.values()
             if not _plain([tensor for tensor in tensors if tensor is not None]):
@@ -87,14 +82,14 @@ def front(name: str, body: Callable[..., Any], *, hooked: bool = False) -> Calla
     return call
 
 
-def _plain(things: Sequence[Any]) -> bool:
-    """Return whether all tensors in it are torch's own."""
+def _plain(things: Sequence[Any], options: type | None = None) -> bool:
+    """Return whether all tensors in it are torch's own, and all else is of the kinds that a call has."""
     for thing in things:
         kind = type(thing)
         if kind is list or kind is tuple:
             if not _plain(thing):
                 return False
-        elif kind not in _PLAIN:
+        elif kind not in _PLAIN and kind is not options:
             return False
     return True
 
@@ -117,12 +112,6 @@ class Collectives:
     _summed: frozenset[torch.dtype]  # the dtypes that the communicator sums
     _within: Callable[..., Any]
 
-    def _plain(self, opts: Any, result: Tensors, body: Callable[..., None], *arguments: Any) -> Any:
-        """Run ``body`` on tensors that a communicator can take as they are, now or queued."""
-        if opts.asyncOp or around.wraps:
-            return self._start(opts.asyncOp, result, partial(body, *arguments))
-        return self._progress.run(body, *arguments)
-
     def _move(self, opts: Any, outputs: Tensors, inputs: Tensors, body: Body, own: int | None) -> Any:
         """Run ``body(outputs, inputs)`` now or queued, with copies of tensors that a communicator cannot take.
 
@@ -132,18 +121,7 @@ class Collectives:
             body: the collective.
             own: the part of the larger side that may be the same memory as the smaller side; None if none may.
         """
-        if not (all_dense((*outputs, *inputs)) and are_apart(outputs, inputs, own)):
-            return self._start(opts.asyncOp, outputs, moving(outputs, inputs, body, own))
-        if opts.asyncOp or around.wraps:
-            return self._start(opts.asyncOp, outputs, partial(body, outputs, inputs))
-        return self._progress.run(body, outputs, inputs)
-
-    def _move_each(
-        self, opts: Any, pairs: Sequence[tuple[Tensors, Tensors]], body: Body, factor: float | None = None
-    ) -> Any:
-        """The same for several outputs and inputs, one after the other in one operation; inputs times ``factor``."""
-        moves = [moving(*pair, body, self._rank, factor) for pair in pairs]
-        return self._start(opts.asyncOp, [tensor for outputs, _ in pairs for tensor in outputs], _in_turn(moves))
+        return self._start(opts, outputs, moving(outputs, inputs, body, own))
 
     # -- reductions --------------------------------------------------------------------------------
 
@@ -151,13 +129,9 @@ class Collectives:
         reduce_op = opts.reduceOp
         # The usual case comes first, in as few steps as possible: each of them is paid in every call.
         if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            if opts.asyncOp or around.wraps:
-                return self._start(opts.asyncOp, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
-            return self._progress.run(self._calls.all_reduce, tensors[0], SUM)
+            return self._start(opts, tensors, partial(self._calls.all_reduce, tensors[0], SUM))
         if any(tensor.is_sparse for tensor in tensors):
-            return self._start(
-                opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
-            )
+            return self._start(opts, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True)
         op, factor = self._check.reduction("all_reduce", tensors, reduce_op)
         body = self._calls.all_reduce
 
@@ -167,7 +141,7 @@ class Collectives:
                     tensor.detach().mul_(factor)
                 in_place(tensor, lambda buffer: body(as_real(buffer), op))
 
-        return self._start(opts.asyncOp, tensors, reduce_each)
+        return self._start(opts, tensors, reduce_each)
 
     def _summable(self, tensor: torch.Tensor) -> bool:
         """Return whether the communicator can sum the tensor as it is."""
@@ -180,8 +154,6 @@ class Collectives:
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         root = self._check.peer(opts.rootRank)
-        if opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            return self._plain(opts, tensors, self._calls.reduce, tensors[0], root, SUM)
         (tensor,) = self._check.one("reduce", tensors)
         op, factor = self._check.reduction("reduce", tensors, opts.reduceOp)
 
@@ -192,7 +164,7 @@ class Collectives:
             if self._rank == root and source.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(source)
 
-        return self._start(opts.asyncOp, tensors, reduce_one)
+        return self._start(opts, tensors, reduce_one)
 
     def reduce_scatter(self, outputs: Tensors, input_lists: list[Tensors], opts: Any) -> Any:
         (output,), inputs, body = self._check.one("reduce_scatter", outputs), input_lists[0], self._calls.reduce_scatter
@@ -202,13 +174,9 @@ class Collectives:
         def reduce(to: Tensors, given: Tensors) -> None:
             body(as_real(to[0]), [as_real(part) for part in given], op)
 
-        return self._move_each(opts, [(outputs, inputs)], reduce, factor)
+        return self._start(opts, outputs, moving(outputs, inputs, reduce, self._rank, factor))
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        usual = opts.reduceOp == dist.ReduceOp.SUM and self._summable(output) and self._summable(tensor)
-        if usual and are_apart((output,), (tensor,), self._rank):
-            self._check.multiple("reduce_scatter_single", tensor, output)
-            return self._plain(opts, [output], self._calls.reduce_scatter_single, output, tensor, SUM)
         return Collectives.reduce_scatter_single_coalesced(self, [output], [tensor], opts)
 
     reduce_scatter_single = _reduce_scatter_base
@@ -216,24 +184,24 @@ class Collectives:
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         op, factor = self._check.reduction("reduce_scatter_single", outputs, opts.reduceOp)
         self._check.on_cpu(inputs)
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._check.multiple("reduce_scatter_single", tensor, output)
         body = self._calls.reduce_scatter_single
 
         def reduce(to: Tensors, given: Tensors) -> None:
             body(as_real(to[0]), as_real(given[0]), op)
 
-        return self._move_each(opts, _singly(outputs, inputs), reduce, factor)
+        moves = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check.multiple("reduce_scatter_single", tensor, output)
+            moves.append(moving([output], [tensor], reduce, self._rank, factor))
+        return self._start(opts, outputs, _in_turn(moves))
 
     # -- copies ------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         body, root = self._calls.broadcast, self._check.peer(opts.rootRank)
         self._check.on_cpu(tensors)
-        if len(tensors) == 1 and as_it_is(tensors[0]):
-            return self._plain(opts, tensors, body, tensors[0], root)
         moves = [partial(in_place, tensor, lambda buffer: body(buffer, root)) for tensor in tensors]
-        return self._start(opts.asyncOp, tensors, _in_turn(moves))
+        return self._start(opts, tensors, _in_turn(moves))
 
     def allgather(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         (tensor,) = self._check.one("all_gather", inputs)
@@ -243,10 +211,11 @@ class Collectives:
 
     def allgather_coalesced(self, output_lists: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         self._check.on_cpu(inputs)
-        pairs = [(outputs, [tensor]) for *outputs, tensor in zip(*output_lists, inputs, strict=True)]
-        for outputs, (tensor,) in pairs:
+        moves = []
+        for *outputs, tensor in zip(*output_lists, inputs, strict=True):
             self._check.one_per_rank("all_gather_coalesced", outputs, tensor)
-        return self._move_each(opts, pairs, self._gather_all)
+            moves.append(moving(outputs, [tensor], self._gather_all, self._rank))
+        return self._start(opts, [output for outputs in output_lists for output in outputs], _in_turn(moves))
 
     def _gather_all(self, to: Tensors, given: Tensors) -> None:
         self._calls.all_gather(to, given[0])
@@ -260,9 +229,11 @@ class Collectives:
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         self._check.on_cpu([*outputs, *inputs])
+        moves = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check.multiple("all_gather_single", output, tensor)
-        return self._move_each(opts, _singly(outputs, inputs), self._gather_all_single)
+            moves.append(moving([output], [tensor], self._gather_all_single, self._rank))
+        return self._start(opts, outputs, _in_turn(moves))
 
     def _gather_all_single(self, to: Tensors, given: Tensors) -> None:
         self._calls.all_gather_single(to[0], given[0])
@@ -321,7 +292,7 @@ class Collectives:
         return self._move(opts, [output], [tensor], lambda to, given: body(to[0], given[0], expected, sent), None)
 
     def barrier(self, opts: Any) -> Any:
-        return self._plain(opts, [], self._calls.barrier)
+        return self._start(opts, [], self._calls.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a timeout of its own, under Gloo's name for it. It names the first missing rank in any case.
@@ -351,10 +322,6 @@ class Collectives:
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         return Collectives.recv(self, tensors, None, tag)
-
-
-def _singly(outputs: Tensors, inputs: Tensors) -> list[tuple[Tensors, Tensors]]:
-    return [([output], [tensor]) for output, tensor in zip(outputs, inputs, strict=True)]
 
 
 def _in_turn(moves: Sequence[Callable[[], None]]) -> Callable[[], None]:

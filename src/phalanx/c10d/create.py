@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import cast
 
 import torch
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _DistributedBackendOptions
 
 from phalanx import settings
-from phalanx.c10d.hooked import group_class
+from phalanx.c10d.hooked import hooks_are_wanted
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
 from phalanx.diagnosis.recorder import open_recorder
@@ -56,7 +56,7 @@ def create_process_group(
     backend: str = settings.BACKEND,
     *,
     recorded: Sequence[int] = (),
-    kind: type[PhalanxProcessGroup] | None = None,
+    cpu_only: bool = False,
 ) -> PhalanxProcessGroup:
     """Make one rank's side of a group. Every member calls it.
 
@@ -71,7 +71,7 @@ def create_process_group(
         ranks: the members' ranks in the world; torch gives none for the world itself.
         backend: what the group says its backend is: ``phalanx``, or the one that it replaces.
         recorded: the ranks of the job by which the flight recorder is to know the members; by default ``ranks``.
-        kind: the class of the group, which serves CPU tensors alone; by default what the process asks for.
+        cpu_only: whether it serves CPU tensors alone, without torch's hooks.
 
     Raises:
         InitializationError: a rank did not come, or has gone.
@@ -89,12 +89,14 @@ def create_process_group(
 
     def group_of(communicator: Communicator, gloo: GlooOnDemand) -> PhalanxProcessGroup:
         arguments = (backend, communicator, gloo, group_name, store, split)
-        if kind is not None or not torch.accelerator.is_available():
-            group = (kind or group_class())(*arguments)
+        if cpu_only or not torch.accelerator.is_available():
+            group = PhalanxProcessGroup(*arguments, hooked=not cpu_only and hooks_are_wanted())
         else:
-            from phalanx.c10d.vendor import GroupFacts, MixedProcessGroup
+            from phalanx.c10d.vendor import MixedProcessGroup
 
-            member = GroupFacts(own, rank, size, timeout, group_name, ranks)
+            member = _DistributedBackendOptions()
+            member.store, member.group_rank, member.group_size = own, rank, size
+            member.timeout, member.group_id, member.global_ranks_in_group = timeout, group_name, list(ranks)
             group = MixedProcessGroup(member, *arguments)
         group.record(recorded or ranks)
         return group

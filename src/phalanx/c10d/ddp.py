@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,12 +60,10 @@ class BackwardPasses:
 # -- torch's reducer of one replica ----------------------------------------------------------------
 
 _GROUP_AT, _NAMES_AT = 3, 8  # among the arguments of torch's Reducer, on torch 2.13 to 2.15
-_kinds: list[type[dist.ProcessGroup]] = []  # the groups whose reducers name parameters
-_Reducer: Any = getattr(dist, "Reducer", object)
-_register_own: Any = getattr(dist, "_register_builtin_comm_hook", None)
+_register_own: Any = dist._register_builtin_comm_hook
 
 
-class _ServedReducer(_Reducer):  # type: ignore[misc]
+class _ServedReducer(dist.Reducer):  # type: ignore[misc, name-defined]
     """torch's reducer of one replica, which says by their names which parameters had no gradient.
 
     DDP finds at its next forward that a gradient never came, and numbers the parameters. It names them too if torch's
@@ -76,7 +75,7 @@ class _ServedReducer(_Reducer):  # type: ignore[misc]
         self.group = arguments[_GROUP_AT] if len(arguments) > _GROUP_AT else None
         self._names: list[str] = []
         level = get_debug_level()
-        if isinstance(self.group, tuple(_kinds)) and level == DebugLevel.OFF:
+        if level == DebugLevel.OFF:
             names = arguments[_NAMES_AT] if len(arguments) > _NAMES_AT else None
             self._names = [names[index] for index in sorted(names)] if isinstance(names, dict) else []
             set_debug_level(DebugLevel.INFO)
@@ -110,10 +109,8 @@ def _register_builtin_comm_hook(reducer: Any, kind: Any) -> None:
     dist._register_comm_hook(reducer, group, hook)
 
 
-def serve_reducers(kind: type[dist.ProcessGroup]) -> None:
-    """Have DDP's reducers on groups of this class be served as above, from now on, in this process."""
-    if kind not in _kinds:
-        _kinds.append(kind)
-    if _Reducer is not object:
-        setattr(dist, "Reducer", _ServedReducer)  # noqa: B010
-        setattr(dist, "_register_builtin_comm_hook", _register_builtin_comm_hook)  # noqa: B010
+@cache
+def serve_reducers() -> None:
+    """Have DDP's reducers served as above, from now on, in this process."""
+    setattr(dist, "Reducer", _ServedReducer)  # noqa: B010
+    setattr(dist, "_register_builtin_comm_hook", _register_builtin_comm_hook)  # noqa: B010

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as types
 from torch.autograd import profiler
 
-from phalanx.c10d.progress import around
 from phalanx.c10d.work import DoneWork
 from phalanx.errors import UnsupportedTensor
 
@@ -207,8 +206,16 @@ def _kernel(operation: str) -> Callable[..., Any]:
         arguments, filled = _unwrap_nested(known.arguments, given)
         opts = None if known.options is None else _options(known.options, values, dispatched.reduce_op)
         body = getattr(type(dispatched.group), name).__wrapped__
-        with around.more(*([partial(_followed_by_copies, filled)] if filled else [])):
-            work = dispatched.run(lambda: begin(dispatched.group, name, body, arguments, opts), given)
+        if filled and opts is not None:
+            opts.asyncOp = False
+
+        def start() -> Any:
+            work = begin(dispatched.group, name, body, arguments, opts)
+            for tensor, stand_in in filled:
+                tensor.detach().copy_(stand_in)
+            return work
+
+        work = dispatched.run(start, given)
         boxed = work.boxed()
         return (given[0], boxed) if len(schema.returns) == 2 else boxed
 
@@ -246,8 +253,8 @@ Filled = list[tuple[torch.Tensor, torch.Tensor]]  # wrappers, and what stands in
 def _unwrap_nested(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[Any], Filled]:
     """The arguments with plain tensors in the place of wrappers in lists of lists, where torch does not look for them.
 
-    An argument whose name begins with "output" is to be filled, by copying, as Gloo does. A wrapped input is refused,
-    unless it says what it stands for.
+    An argument whose name begins with "output" is to be filled, by copying, as Gloo does, before the call returns. A
+    wrapped input is refused, unless it says what it stands for.
     """
     filled: Filled = []
 
@@ -273,38 +280,23 @@ def _unwrap_nested(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list
     return list(map(unwrapped, names, arguments)), filled
 
 
-def _followed_by_copies(filled: Filled, body: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        body()
-        for tensor, stand_in in filled:
-            tensor.detach().copy_(stand_in)
-
-    return run
-
-
 # -- profiles --------------------------------------------------------------------------------------
 
 
 def begin(group: Any, name: str, body: Callable[..., Any], arguments: Sequence[Any], opts: Any) -> Any:
-    """Do what ``name`` stands for, with the timeout of its options, shown to a profiler that is on."""
-    if opts is None:
-        start = partial(body, group, *arguments)
-    elif opts.timeout == UNSET:
-        start = partial(body, group, *arguments, opts)
-    else:
-        start = partial(group._limited, body, *arguments, opts)
+    """Do what ``name`` stands for, shown to a profiler that is on."""
+    start = partial(body, group, *arguments, *([] if opts is None else [opts]))
     if not profiler._is_profiler_enabled:
         return start()
     title = f"{group.name()}:{OPERATIONS[name].title}"
-    return _profiled(title, tensors_in(arguments), start, opts is not None and opts.asyncOp)
+    return _profiled(title, tensors_in(arguments), start)
 
 
-def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any], asynchronous: bool) -> Any:
+def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
     """``call()``, shown by the profiler as an event with the tensors' shapes and bytes.
 
-    The event of an asynchronous operation ends when that has run, or if another thread has run it, when this one has
-    waited for it. A profiler belongs to a thread: what ends on another one has no end there, and is shown as if it had
-    ended with what was under way when it began.
+    The event of an asynchronous operation ends when this thread has waited for it. A profiler belongs to a thread: what
+    another one waits for has no end here, and is shown as if it had ended with what was under way when it began.
     """
     nbytes = sum(t.numel() * t.element_size() for t in tensors if t.layout == torch.strided)
     event = torch._C._profiler._RecordFunctionFast(name, list(tensors), {"nbytes": nbytes})
@@ -314,25 +306,14 @@ def _profiled(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any
         if ends and threading.get_ident() == caller:
             ends.pop()(None, None, None)
 
-    def ending(body: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                body()
-            finally:
-                end()
-
-        return run
-
     event.__enter__()
+    result = None
     try:
-        with around.more(ending):
-            result = call()
-    except BaseException:
-        end()
-        raise
-    operation = getattr(result, "operation", None)
-    if not asynchronous:
-        end()
-    elif operation is not None:
-        operation.waited = end
+        result = call()
+    finally:
+        operation = getattr(result, "operation", None)
+        if operation is None:
+            end()
+        else:
+            operation.waited = end
     return result

@@ -1,4 +1,4 @@
-"""Process groups under torch's hooks on collectives: its flight recorder, its check for NaN.
+"""Torch's hooks on collectives: its flight recorder, its check for NaN.
 
 From torch 2.14 on, hooks belong to a process group and are called by torch's dispatcher, past which our groups are
 called (docs/design/transports.md). A hooked group has every call go through it (``collectives.front``): torch calls the
@@ -13,27 +13,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.dispatcher import OPERATIONS, begin, here
-from phalanx.c10d.process_group import PhalanxProcessGroup, serve_operations
 from phalanx.c10d.work import DoneWork
 
-__all__ = ["HookedProcessGroup", "PythonBackend", "group_class"]
+__all__ = ["HookedBackend", "PythonBackend", "hooks_are_wanted"]
 
 RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set holds, as in torch
 NAN_CHECK = "TORCH_DIST_NAN_CHECK"
 
 
-def group_class() -> type[PhalanxProcessGroup]:
-    """The class of a group that is made now: a hooked one if torch's own variables ask for its hooks."""
+def hooks_are_wanted() -> bool:
+    """Return whether torch's own variables ask for its hooks, and this torch has them."""
     size = next((os.environ[name] for name in RECORDER_SIZES if os.environ.get(name)), "0")
     are_asked_for = os.environ.get(NAN_CHECK) == "1" or (size.isdigit() and int(size) > 0)
-    return HookedProcessGroup if are_asked_for and hasattr(c10d, "FlightRecorderHook") else PhalanxProcessGroup
+    return are_asked_for and hasattr(c10d, "FlightRecorderHook")
 
 
 class PythonBackend(Backend):
@@ -49,37 +46,18 @@ class PythonBackend(Backend):
         return name
 
 
-class _Backend(PythonBackend):
+class HookedBackend(PythonBackend):
     """The group's methods as they are without hooks, for torch's dispatcher, which has called the hooks."""
 
-    def __init__(self, group: HookedProcessGroup) -> None:
-        super().__init__(group._rank, group._size)
+    def __init__(self, group: Any) -> None:
+        super().__init__(group.rank(), group.size())
         self.group = group
-
-
-class HookedProcessGroup(PhalanxProcessGroup):
-    """A process group whose collectives and messages go through torch's dispatcher, where its hooks are called."""
-
-    hooked = True
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._backend = _Backend(self)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
-        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-
-    def attach(self) -> None:
-        """Nothing to do: torch has this group's own backend, and calls it in Gloo's place."""
-
-    def sum_in_place(self, tensor: torch.Tensor) -> bool:
-        """Nothing: the call is to go by the hooks."""
-        return False
 
 
 def _of_backend(name: str) -> Callable[..., Any]:
     body, has_options = getattr(Collectives, name), OPERATIONS[name].options is not None
 
-    def call(self: _Backend, *arguments: Any) -> Any:
+    def call(self: HookedBackend, *arguments: Any) -> Any:
         given, opts = (arguments[:-1], arguments[-1]) if has_options else (arguments, None)
         dispatched, begun = here.call, partial(begin, self.group, name, body, given, opts)
         if dispatched is None or dispatched.group is not self.group:
@@ -90,6 +68,5 @@ def _of_backend(name: str) -> Callable[..., Any]:
     return call
 
 
-serve_operations(HookedProcessGroup, partial(getattr, Collectives), hooked=True)
 for _name in OPERATIONS:
-    setattr(_Backend, _name, _of_backend(_name))
+    setattr(HookedBackend, _name, _of_backend(_name))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.c10d.progress import LateFuture
 from phalanx.c10d.torch_versions import uncompiled
 from phalanx.c10d.work import DoneWork, Handle, seconds_of, still_under_way
 from phalanx.diagnosis import call_site
@@ -27,27 +28,24 @@ from phalanx.system.threads import start
 from phalanx.transports.contract import Communicator, Message, message_text
 from phalanx.words import tell
 
-__all__ = ["MessageWork", "Messages"]
+__all__ = ["Messages"]
 
 PATIENCE_S = 0.002
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 
 
 @uncompiled
-class MessageWork(Handle):
+class MessageWork(LateFuture, Handle):
     """The handle of one send or receive, for the script's threads and the thread of :class:`Messages`.
 
-    ``_base``, ``_completed`` and ``_write_back`` are written under ``_lock``, and also read without it: each changes at
-    most once.
+    ``_write_back`` is written under ``_lock``, once.
     """
 
     def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
         super().__init__(tensors)
+        self._lock = threading.Lock()
         self._message = message
         self._write_back = write_back
-        self._lock = threading.Lock()
-        self._base: torch.futures.Future[Any] | None = None
-        self._completed = False
         # The thread of Messages may be the first to find that the message failed, and its own stack does not show the
         # call. This costs half a microsecond, while the message is under way.
         self._site = call_site.capture(2)
@@ -77,15 +75,8 @@ class MessageWork(Handle):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors, or of the error, which is raised in a callback: see ``Operation.future`` for why.
-
-        A caller that has a future waits, so the group's timeout counts from here.
-        """
-        with self._lock:
-            if self._base is None:
-                self._base = torch.futures.Future()
-            base = self._base
-        outcome = base.then(self._outcome)
+        """A future of the tensors. A caller that has one waits, so the group's timeout counts from here."""
+        outcome = self.future_of(self._outcome)
         if not self.is_completed():
             self._message.expect()
         return outcome
@@ -94,7 +85,7 @@ class MessageWork(Handle):
         """Do what can be done now; whether nothing is left to do. Called by the thread of :class:`Messages`."""
         call_site.running.site = self._site
         try:
-            return self._ask(watch=self._base is not None)[0]
+            return self._ask(watch=self._future is not None)[0]
         except RuntimeError:  # torch cannot write to the tensor: who waits for the message tries again, and is told
             return True
         finally:
@@ -113,18 +104,16 @@ class MessageWork(Handle):
 
     def _settle(self, success: bool) -> None:
         """Copy the data of a message that is done into the user's tensor, and complete the future."""
-        if not self._write_back and (self._base is None or self._completed):
+        if self._completed:
             return
-        with self._lock:
-            if self._write_back:
-                if success:
+        if self._write_back:
+            with self._lock:
+                if self._write_back and success:
                     tensor, stand_in = self._write_back
                     tensor.detach().copy_(stand_in)
                 self._write_back = []
-            base = None if self._completed else self._base
-            self._completed = self._base is not None
-        if base is not None:
-            base.set_result(None)
+        if (future := self.settle()) is not None:
+            future.set_result(None)
 
     def _outcome(self, _: object) -> list[torch.Tensor]:
         error = self.exception()

@@ -25,10 +25,11 @@ from phalanx import settings
 from phalanx.c10d.arguments import SUM, Checks
 from phalanx.c10d.collectives import Collectives, front, is_watched
 from phalanx.c10d.ddp import BackwardPasses, current_pass, serve_reducers
-from phalanx.c10d.dispatcher import OPERATIONS, watch_all, watch_calls_of_cpp
+from phalanx.c10d.dispatcher import OPERATIONS, UNSET, watch_all, watch_calls_of_cpp
+from phalanx.c10d.hooked import HookedBackend
 from phalanx.c10d.leaving import LAST_CALLS_S, track_group
 from phalanx.c10d.messages import Messages
-from phalanx.c10d.progress import Progress, around, nothing
+from phalanx.c10d.progress import Progress, nothing
 from phalanx.c10d.recording import RecordedCalls
 from phalanx.c10d.torch_versions import adopt_older_names, name_holder, uncompiled
 from phalanx.c10d.work import PhalanxWork
@@ -56,10 +57,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         group_name: torch's name for the group.
         store: where its ranks met.
         split: makes a group of some of its ranks, given their group ranks, the timeout and a name.
+        hooked: whether torch's hooks see its calls (``hooked.py``).
     """
 
     allreduce: Any  # as the others: behind its front it takes every form of arguments that torch's takes
-    hooked = False  # whether torch's hooks see its calls (``hooked.py``)
     supports_reconfigure = False  # for torch >= 2.15; the groups of ``reconfigurable.py`` can
 
     def __init__(
@@ -70,6 +71,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         group_name: str,
         store: Store | None = None,
         split: Callable[[list[int], timedelta, str], dist.ProcessGroup] | None = None,
+        hooked: bool = False,
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._store, self._split, self._splits = store, split, 0
@@ -88,13 +90,14 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
         self._waits: OwnWaits | None = None
         self._dropped: weakref.finalize[[], PhalanxProcessGroup] | None = None  # gives it back, once it is aborted
-        self._attached = False
-        undefined = dist.ProcessGroup.BackendType.UNDEFINED
-        self._register_backend(torch.device("cpu"), undefined, name_holder(self._rank, self._size))
-        self._set_default_backend(undefined)
+        self._attached = self.hooked = hooked  # a hooked group has a backend of its own in Gloo's place
+        kind = dist.ProcessGroup.BackendType.CUSTOM if hooked else dist.ProcessGroup.BackendType.UNDEFINED
+        self._backend = HookedBackend(self) if hooked else name_holder(self._rank, self._size)
+        self._register_backend(torch.device("cpu"), kind, self._backend)
+        self._set_default_backend(kind)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
         track_group(self)
-        serve_reducers(PhalanxProcessGroup)
+        serve_reducers()
         watch_calls_of_cpp()
 
     def record(self, ranks: Sequence[int]) -> None:
@@ -156,30 +159,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         self._set_group_name(name)
         self._set_group_desc(description)
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [device for device in super()._device_types if device.type != "meta"]
-
     def _get_backend(self, device: torch.device) -> Backend:
         if device.type == "cpu":
             self.attach()
         return super()._get_backend(device)
-
-    def _backend_id(self, backend_type: dist.ProcessGroup.BackendType) -> int:
-        self.attach()
-        return super()._backend_id(backend_type)
-
-    def _set_sequence_number_for_group(self) -> None:
-        self.attach()
-        super()._set_sequence_number_for_group()
-
-    def _get_sequence_number_for_group(self) -> int:
-        self.attach()
-        number: int = super()._get_sequence_number_for_group()  # type: ignore[misc]
-        return number
-
-    def _has_hooks(self) -> bool:
-        return self._attached and super()._has_hooks()
 
     def get_group_store(self) -> Store:
         """The store in which the group's ranks met; groups of MPI have none."""
@@ -217,27 +200,29 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return group
 
     def _start(
-        self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None], urgent: bool | None = None
-    ) -> Any:
-        """Run an operation here and now, or queue it and return its ``Work``; ``result`` has its tensors.
+        self, opts: Any, result: list[torch.Tensor], body: Callable[[], None], urgent: bool | None = None
+    ) -> PhalanxWork | None:
+        """Run an operation here and now, or queue it and return its ``Work``, as torch's options say.
 
-        A thread begins an urgent one at once; by default those on large tensors.
+        Args:
+            opts: whether it is asynchronous, and a timeout of its own, if it has one.
+            result: its tensors.
+            urgent: whether a thread begins it at once; by default with large tensors.
         """
-        for wrap in around.wraps:
-            body = wrap(body)
-        if not asynchronous:
-            return self._progress.run(body)
+        if opts.timeout != UNSET:
+            body = self._within(opts.timeout, body)
+        if not opts.asyncOp:
+            self._progress.run(body)
+            return None
         if urgent is None:
             urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
+        return self._queued(body, result, urgent)
+
+    def _queued(self, body: Callable[[], None], result: list[torch.Tensor], urgent: bool) -> PhalanxWork:
         work = PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
         if current_pass() >= 0:
             self._passes.begun(work)
         return work
-
-    def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
-        """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""
-        with around.more(partial(self._within, arguments[-1].timeout)):
-            return body(self, *arguments)
 
     def _within(self, timeout: timedelta, body: Callable[[], None]) -> Callable[[], None]:
         """``body`` with a timeout of its own, which counts from when it begins to run; messages keep the group's."""
@@ -253,7 +238,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     def sum_in_place(self, tensor: torch.Tensor) -> bool:
         """All-reduce a tensor of the usual kind and return True, or do nothing; ``Group.all_reduce`` calls it first."""
-        if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
+        if self.hooked or is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
             return False
         self._progress.run(self._calls.all_reduce, tensor, SUM)
         return True
@@ -270,7 +255,7 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         """Nothing to do: the operations of a group run one after the other in any case."""
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return self._start(True, [], nothing)
+        return self._queued(nothing, [], urgent=False)
 
     def shutdown(self) -> None:
         """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it.
@@ -354,16 +339,14 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
 
     # -- what else torch asks for ------------------------------------------------------------------
 
-    def get_reconfigure_handle(self) -> str:
+    def get_reconfigure_handle(self, opts: Any = None) -> str:
         """Refused: the ranks of this group stay as they are."""
         raise ArgumentError(
             f"the ranks of process group {self.group_name!r} stay as they are: give init_process_group "
             "enable_reconfigure=True for one whose ranks can change"
         )
 
-    def reconfigure(self, opts: Any) -> Any:
-        """Refused, as :meth:`get_reconfigure_handle`."""
-        self.get_reconfigure_handle()
+    reconfigure = get_reconfigure_handle
 
     def boxed(self) -> torch.ScriptObject:
         """This group as an argument of an operation of torch's library ``c10d``, called by itself."""
@@ -371,10 +354,10 @@ class PhalanxProcessGroup(Collectives, dist.ProcessGroup):  # type: ignore[misc]
         return super().boxed()
 
 
-def serve_operations(kind: type[PhalanxProcessGroup], body: Callable[[str], Callable[..., Any]], **how: bool) -> None:
+def serve_operations(kind: type[PhalanxProcessGroup], body: Callable[[str], Callable[..., Any]]) -> None:
     """Give a class of groups its operations: ``body`` of each name, behind a front."""
     for name in OPERATIONS:
-        setattr(kind, name, front(name, body(name), **how))
+        setattr(kind, name, front(name, body(name)))
     adopt_older_names(kind)
     uncompiled(kind)
 

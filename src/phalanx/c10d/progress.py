@@ -31,7 +31,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,56 +40,61 @@ from phalanx.diagnosis import call_site
 from phalanx.errors import BackendError, ClosedError, PhalanxError, ReentryError
 from phalanx.system.threads import TimedQueue, start, wait_awake
 
-__all__ = ["Operation", "Progress", "around", "nothing"]
+__all__ = ["LateFuture", "Operation", "Progress", "nothing"]
 
 NAP_S = 0.001
 # The requests to the group's threads.
 _NOW, _NAP, _END = "run the queue", "nap first", "end"
 
 
-Body = Callable[[], None]
+class LateFuture:
+    """The future of an operation or a message, made when it is first asked for; ``_lock`` guards both fields.
+
+    It always succeeds, and its outcome, or the error, comes of a callback: torch would store an exception that is set
+    from Python as a value, which C++ callers (DDP) take for tensors.
+    """
+
+    _lock: threading.Lock
+    _future: torch.futures.Future[Any] | None = None
+    _completed = False
+
+    def future_of(self, outcome: Callable[[Any], list[torch.Tensor]]) -> torch.futures.Future[Any]:
+        """A future of what ``outcome`` returns or raises, once :meth:`settle` was called."""
+        with self._lock:
+            first, base = self._future is None, self._future or torch.futures.Future()
+            self._future = base
+            completes = first and self._completed
+        if completes:
+            base.set_result(None)
+        return base.then(outcome)
+
+    def settle(self) -> torch.futures.Future[Any] | None:
+        """The future to be completed by the caller, without the group's lock; None if there is none, or it was."""
+        with self._lock:
+            future, self._completed = None if self._completed else self._future, True
+        return future
 
 
-class Around(threading.local):
-    """Wrappers around the operation of this thread's present call, whichever thread runs that."""
-
-    wraps: tuple[Callable[[Body], Body], ...] = ()
-
-    @contextlib.contextmanager
-    def more(self, *wraps: Callable[[Body], Body]) -> Iterator[None]:
-        """Have these around the operations that are called in a ``with``, too."""
-        before = self.wraps
-        self.wraps = (*before, *wraps)
-        try:
-            yield
-        finally:
-            self.wraps = before
-
-
-around = Around()
-
-
-class Operation:
+class Operation(LateFuture):
     """One queued call: the body to run, whether it has run, and its outcome.
 
     | field | writer | guard |
     |---|---|---|
     | ``error``, then ``done`` | who runs it | who finds ``done`` may read ``error`` |
-    | ``_done_event``, ``_future``, ``_completed`` | any thread, once | ``_lock`` |
+    | ``_done_event`` | any thread, once | ``_lock`` |
     | ``told``: a wait has raised the error | who waits | only ever set |
     | ``waited``: called by every thread that has waited | the caller, before it hands out the operation | |
     """
 
     def __init__(self, body: Callable[[], None], result: list[torch.Tensor]) -> None:
+        self._lock = threading.Lock()
         self._body = body
         self._site = call_site.capture(3)  # when it runs, perhaps on another thread, the stack of the call is gone
         self.result = result
-        self._completed = self.done = self.told = False
+        self.done = self.told = False
         self.error: BaseException | None = None
         self.waited: Callable[[], None] | None = None
-        self._lock = threading.Lock()
         self._done_event: threading.Event | None = None
-        self._future: torch.futures.Future[Any] | None = None
 
     def run(self, owner: Progress) -> None:
         """Run the body and wake the threads that wait. Called once, by the holder of the group's lock.
@@ -124,12 +129,6 @@ class Operation:
         if self.error is not None and not isinstance(self.error, Exception):
             raise self.error
 
-    def settle(self) -> torch.futures.Future[Any] | None:
-        """The future to be completed by the caller, if any was asked for. Called once, without the group's lock."""
-        with self._lock:
-            self._completed = True
-            return self._future
-
     def wait_done(self, timeout_s: float | None) -> bool:
         """Block until the operation has run; False when the timeout came first."""
         with self._lock:
@@ -141,20 +140,8 @@ class Operation:
         return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s)
 
     def future(self) -> torch.futures.Future[Any]:
-        """A future of the result tensors, or of the error, which is raised in a callback.
-
-        torch would store an exception that is set from Python as a value, which C++ callers (DDP) take for tensors.
-        """
-        base: torch.futures.Future[Any] = torch.futures.Future()
-        with self._lock:
-            if self._future is None:
-                self._future = base
-                completed = self._completed
-            else:
-                base, completed = self._future, False
-        if completed:
-            base.set_result(None)
-        return base.then(self._outcome)
+        """A future of the result tensors."""
+        return self.future_of(self._outcome)
 
     def _outcome(self, _: object) -> list[torch.Tensor]:
         if self.error is not None:
@@ -201,10 +188,10 @@ class Progress:
                     finally:
                         state[0] = False
                     return
-                self._wanted = self.queue[-1]
-                operation = self._run_next()
-            self._wanted = None
-            operation.finish()
+                last = self.queue[-1]
+            if last is None:
+                raise self._closed_error()
+            self.help(last)
 
     def interrupted(self) -> bool:
         """Return whether the caller is a signal handler that has interrupted an operation of this group."""

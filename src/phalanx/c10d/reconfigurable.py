@@ -13,7 +13,6 @@ before ``reconfigure`` returns. torch's hooks do not see these groups, which ser
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import re
@@ -45,8 +44,6 @@ _HANDED_ON = (
     *OPERATIONS,
     "_start_coalescing",
     "_end_coalescing",
-    "_set_sequence_number_for_group",
-    "_get_sequence_number_for_group",
     "split_group",
 )
 # A handle names a process's side of a group: by the rank that it was given first, which others may have been given too,
@@ -136,7 +133,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._set_group_name(group_name)  # type: ignore[arg-type]  # GroupName, which torch 2.9 lacks
-        serve_reducers(ReconfigurableProcessGroup)
+        serve_reducers()
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return settings.BACKEND if self._backend_name == "gloo" else self._backend_name
@@ -200,11 +197,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         self._rank, self._size = made.rank(), made.size()
         vars(self).update({name: getattr(made, name) for name in _HANDED_ON})
         if before is not None:
-            over_hosts = bool(before.engine)
             before.retire()
-            del before
-            if over_hosts:
-                gc.collect()  # receives that were posted ahead hold Gloo's connections, in a circle of references
         return DoneWork([])
 
     def _meet(self, members: list[str], uuid: int, timeout: timedelta) -> PhalanxProcessGroup:
@@ -221,7 +214,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
                 [],
                 self._backend_name,
                 recorded=given if len(set(given)) == len(given) else range(len(members)),
-                kind=PhalanxProcessGroup,
+                cpu_only=True,
             )
         except InitializationError as error:
             raise InitializationError(

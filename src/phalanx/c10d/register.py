@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = [
-    "REPLACEABLE",
     "forget_failed_groups",
     "has_met",
     "names_to_replace",
@@ -50,11 +49,10 @@ has_met = False
 BACKENDS = ("gloo", "mpi")
 RPC = "rpc"
 REPLACEABLE = (*BACKENDS, RPC)
-_VENDORS = ("nccl", "xccl", "hccl", "ucc", "rccl", "cncl", "mccl")
 # What torch makes in place of each backend, and the other way round.
 _SERVED = {name: f"{settings.BACKEND}-as-{name}" for name in BACKENDS}
 _ASKED = {served: name for name, served in _SERVED.items()}
-_wanted = ""  # the value of PHALANX_REPLACE in force; empty if there was none yet
+_can_replace = False  # whether torch's names have been replaced
 
 
 def register() -> None:
@@ -85,22 +83,22 @@ def replace_as_asked() -> None:
     """Stand in for the backends, and for RPC, that PHALANX_REPLACE lists now; never raises."""
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
-            _replace_backends(os.environ[settings.REPLACE])
+            _replace_backends()
             if replaces(RPC):
                 _stand_in_for_rpc()
 
 
-def _replace_backends(wanted: str) -> None:
-    """Have our groups made in place of the backends that ``wanted`` lists, instead of those of an earlier call.
+def _replace_backends() -> None:
+    """Have our groups made in place of the backends that PHALANX_REPLACE lists when they are made.
 
     Where torch is about to make the backends of a group it reads another name, ``phalanx-as-gloo``. It treats ``mpi``
-    in a way of its own before that, so that name is rewritten where torch takes it in. If ``wanted`` cannot be used the
-    first group says so, not ``import torch``.
+    in a way of its own before that, so that name is rewritten where torch takes it in. If the variable cannot be used
+    the first group says so, not ``import torch``.
     """
-    global _wanted
-    before, _wanted = _wanted, wanted
-    if before:
+    global _can_replace
+    if _can_replace:
         return
+    _can_replace = True
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
@@ -113,7 +111,7 @@ def _replace_backends(wanted: str) -> None:
         """The backend of each device: ours for those replaced, where torch reads which ones to make."""
 
         def get_device_backend_map(self) -> dict[str, Any]:
-            replaced = names_to_replace(_wanted)
+            replaced = names_to_replace(os.environ.get(settings.REPLACE, ""))
             return {
                 device: _SERVED[name] if name in replaced else name for device, name in self.device_backend_map.items()
             }
@@ -123,7 +121,7 @@ def _replace_backends(wanted: str) -> None:
 
     def new(cls: type[dist.Backend], name: str) -> Any:
         found = own_new(cls, name)
-        return _SERVED["mpi"] if found == "mpi" and "mpi" in names_to_replace(_wanted) else found
+        return _SERVED["mpi"] if found == "mpi" and replaces("mpi") else found
 
     def get_backend(group: dist.ProcessGroup | None = None) -> Any:
         name = own_get_backend(group)
@@ -151,16 +149,11 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
     """
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     for name in names:
-        if name in _VENDORS:
-            raise ArgumentError(
-                f"{source} {text}: {name} moves tensors between devices, and Phalanx itself moves CPU tensors. "
-                f"Keep {name} for the device (of cpu:gloo,cuda:nccl only gloo is replaced), and replace "
-                f"{' or '.join(BACKENDS)}"
-            )
         if name not in REPLACEABLE:
             raise ArgumentError(
                 f"{source} {text}: {name!r} is not something that Phalanx stands in for; choose "
-                f"{', '.join(BACKENDS)} or {RPC}"
+                f"{', '.join(BACKENDS)} or {RPC}. Backends that move tensors between devices, such as nccl, stay what "
+                f"they are: of cpu:gloo,cuda:nccl only gloo is replaced"
             )
     return names
 
@@ -205,7 +198,7 @@ def record_other_backends() -> None:
                     if c10d._new_process_group_helper is new_group:  # nobody else has wrapped it since
                         setattr(c10d, "_new_process_group_helper", own)  # noqa: B010
                     record_methods()
-                    serve_reducers(c10d.ProcessGroup)
+                    serve_reducers()
             return made
 
         setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010

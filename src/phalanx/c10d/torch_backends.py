@@ -28,7 +28,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ from torch._C import _distributed_c10d as core
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.c10d.collectives import Collectives
-from phalanx.c10d.dispatcher import OPERATIONS
+from phalanx.c10d.dispatcher import OPERATIONS, tensors_in
 from phalanx.c10d.torch_versions import OLDER_METHODS
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.snapshot import KIND_NUMBERS
@@ -204,22 +204,13 @@ def _begin(group: Any, kind: int, tensors_at: int, arguments: tuple[Any, ...], n
 def _described(kind: int, tensors: Any) -> tuple[int, int]:
     """Kind and dtype, bytes and shape of these tensors, as the core records them."""
     what, nbytes = kind, 0
-    plain = type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor)
-    own = tensors if plain else list(_flat(tensors))
+    own = tensors_in([tensors])
     for tensor in own:
         nbytes += tensor.nbytes
         what = kind | DTYPES.get(tensor.dtype, 0) << 8
     if len(own) == 1 and kind in _SHAPED and not own[0].is_nested and own[0].dim() > 1:
         nbytes = recorder.shaped(nbytes, own[0].shape)
     return what, nbytes
-
-
-def _flat(tensors: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        yield tensors
-    elif isinstance(tensors, (list, tuple)):
-        for part in tensors:
-            yield from _flat(part)
 
 
 def _group(group: Any) -> _Group | None:

@@ -8,64 +8,48 @@ machine without accelerators pays nothing for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
+from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 
 from phalanx.c10d.collectives import Collectives
+from phalanx.c10d.dispatcher import tensors_in
 from phalanx.c10d.process_group import PhalanxProcessGroup, serve_operations
 from phalanx.c10d.register import replaces
 from phalanx.c10d.torch_versions import OLDER_METHODS
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.transports.hierarchical.gloo import lazy_gloo
 
-__all__ = ["GroupFacts", "MixedProcessGroup"]
-
-
-@dataclass(frozen=True)
-class GroupFacts:
-    """The facts about a group that a backend is made with; ``ranks`` are the members' in the world."""
-
-    store: Store
-    rank: int
-    size: int
-    timeout: timedelta
-    group_name: str
-    ranks: Sequence[int]
+__all__ = ["MixedProcessGroup"]
 
 
 class MixedProcessGroup(PhalanxProcessGroup):
     """Our group for CPU tensors, and the vendor's backend, made of ``member``, for those of the accelerator."""
 
-    def __init__(self, member: GroupFacts, *arguments: Any) -> None:
+    def __init__(self, member: _DistributedBackendOptions, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._member = member
+        self._meeting = member.store
         self._vendors: dict[str, Any] = {}
 
     def _vendor(self, device: torch.device) -> Any:
         """The backend that the group's backend list names for ``device``, made when it is first asked for."""
         found = self._vendors.get(device.type)
         if found is None:
-            name = _name(self, device, self._member)
-            found, kind = _make(name, PrefixStore(f"vendor/{device.type}", self._member.store), self._member)
+            name = _name(self, device, self._rank)
+            self._member.store = PrefixStore(f"vendor/{device.type}", self._meeting)
+            found, kind = _make(name, self._member)
             self.serve(torch.device(device.type), kind, found)
             self._vendors[device.type] = found
         return found
 
-    def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
-        device = _device(arguments)
-        if device is None or device.type == "cpu":
-            return super()._limited(body, *arguments)
-        return body(self, *arguments)  # a vendor's backend reads the timeout from the options
-
     def set_timeout(self, timeout: timedelta) -> None:
         for vendor in self._vendors.values():
             vendor._set_default_timeout(timeout)
-        self._member = replace(self._member, timeout=timeout)
+        self._member.timeout = timeout
         super().set_timeout(timeout)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -130,15 +114,10 @@ def _one_by_one(vendor: Any, name: str, outputs: list[torch.Tensor], inputs: lis
 
 def _device(arguments: Sequence[Any]) -> torch.device | None:
     """The device of the first tensor among the arguments, which are tensors, lists of them, or lists of lists."""
-    for argument in arguments:
-        while isinstance(argument, (list, tuple)) and argument:
-            argument = argument[0]
-        if isinstance(argument, torch.Tensor):
-            return argument.device
-    return None
+    return next((tensor.device for tensor in tensors_in(arguments)), None)
 
 
-def _name(group: dist.ProcessGroup, device: torch.device, member: GroupFacts) -> str:
+def _name(group: dist.ProcessGroup, device: torch.device, rank: int) -> str:
     names = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     name = names.get(device.type)
     if device.type == "cuda" and replaces("gloo") and name in (None, names.get("cpu")):
@@ -147,22 +126,22 @@ def _name(group: dist.ProcessGroup, device: torch.device, member: GroupFacts) ->
         own = dist.Backend.default_device_backend_map.get(device.type, "BACKEND")
         ours = names.get("cpu")
         raise DeviceMismatch(
-            f"the group's backend {ours!r} moves CPU tensors; rank {member.rank} gave one on {device}. Move it with "
+            f"the group's backend {ours!r} moves CPU tensors; rank {rank} gave one on {device}. Move it with "
             f".cpu(), or make the group with the device's own backend beside it: cpu:{ours},{device.type}:{own}"
         )
     return name
 
 
-def _make(name: str, store: Store, member: GroupFacts) -> tuple[Any, Any]:
+def _make(name: str, member: _DistributedBackendOptions) -> tuple[Any, Any]:
     c10d: Any = dist.distributed_c10d
     kinds = dist.ProcessGroup.BackendType
-    place = (store, member.rank, member.size)
+    place = (member.store, member.group_rank, member.group_size)
     if name in ("nccl", "xccl"):
         owner = c10d.ProcessGroupNCCL if name == "nccl" else c10d.ProcessGroupXCCL
         options = owner.Options()
         options._timeout = member.timeout
-        options.global_ranks_in_group = list(member.ranks)
-        options.group_name = member.group_name
+        options.global_ranks_in_group = member.global_ranks_in_group
+        options.group_name = member.group_id
         backend = owner(*place, options)
         if name == "nccl":
             backend._set_sequence_number_for_group()
@@ -172,9 +151,4 @@ def _make(name: str, store: Store, member: GroupFacts) -> tuple[Any, Any]:
     plugin = dist.Backend._plugins[name.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(*place, member.timeout), kinds.CUSTOM
-    options = _DistributedBackendOptions()
-    options.store, options.group_rank, options.group_size = place
-    options.timeout = member.timeout
-    options.group_id = member.group_name
-    options.global_ranks_in_group = list(member.ranks)
-    return plugin.creator_fn(options, None), kinds.CUSTOM
+    return plugin.creator_fn(member, None), kinds.CUSTOM

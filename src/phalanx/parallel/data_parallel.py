@@ -125,10 +125,10 @@ def _chosen(model: Replica, compress: str, lanes: Callable[[], Lanes]) -> Exchan
         return named(compress)
     parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in parameters)
-    choice = choose({name: named(name) for name in _AUTO}, elements, parameters[0].device, group)
+    chosen, why = choose({name: named(name) for name in _AUTO}, elements, parameters[0].device, group)
     if group.rank() == 0:
-        tell(str(choice))
-    return named(choice.name)  # a new one: the measured one has left out parts of what it was measured with
+        tell(why)
+    return named(chosen)  # a new one: the measured one has left out parts of what it was measured with
 
 
 # -- options that cannot be had together -----------------------------------------------------------

@@ -8,13 +8,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["FP16_LIMIT", "WORTH", "Choice", "Exchange", "Narrow", "Unchanged", "choose", "narrowed", "quickest"]
+__all__ = ["Exchange", "Narrow", "Unchanged", "choose", "narrowed", "quickest"]
 
 # Half of what float16 can hold, so that no sum of shares leaves its range, in whatever order it is rounded.
 FP16_LIMIT = 32768.0
@@ -97,32 +96,20 @@ _MOST_ELEMENTS = 1 << 22
 _ENOUGH_S = 0.15  # an exchange as long as this is measured well enough
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The choice, and its reason; the same on every rank."""
-
-    name: str
-    seconds: dict[str, float]  # what each exchange would take for the whole gradient, on the slowest rank
-    elements: int  # of that gradient
-    measured: int  # of them
-
-    def __str__(self) -> str:
-        others = ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in self.seconds.items() if name != self.name)
-        return (
-            f'compress="auto" is {self.name!r} here: {1e3 * self.seconds[self.name]:.1f} ms for the mean of '
-            f"{self.elements:,} gradients, {others} (measured with {self.measured:,} before the first step; chosen is "
-            f"what takes less than {WORTH:.0%} of none's time)"
-        )
-
-
 def quickest(seconds: Mapping[str, float]) -> str:
     """The name with the least time, among ``none`` and those that take clearly less than it."""
     worth = [name for name in seconds if name == "none" or seconds[name] <= WORTH * seconds["none"]]
     return min(worth, key=seconds.__getitem__)
 
 
-def choose(exchanges: Mapping[str, Exchange], elements: int, device: torch.device, group: dist.ProcessGroup) -> Choice:
-    """Time each exchange of so many gradients in turn, for about 1.5 s; every rank must call it, the slowest counts."""
+def choose(
+    exchanges: Mapping[str, Exchange], elements: int, device: torch.device, group: dist.ProcessGroup
+) -> tuple[str, str]:
+    """Time each exchange of so many gradients in turn, for about 1.5 s; every rank must call it, the slowest counts.
+
+    Returns:
+        The name of the quickest, and why it is that in a sentence; the same on every rank.
+    """
 
     def timed(name: str, count: int) -> float:
         values = torch.linspace(-1, 1, count, device=device)
@@ -149,5 +136,11 @@ def choose(exchanges: Mapping[str, Exchange], elements: int, device: torch.devic
             if round_number:  # in the first one memory is touched for the first time
                 best[name] = min(best[name], seconds)
     agreed = [seconds * elements / count for seconds in of_slowest(list(best.values()))]
-    by_name = dict(zip(best, agreed, strict=True))
-    return Choice(quickest(by_name), by_name, elements, count)
+    seconds_of = dict(zip(best, agreed, strict=True))
+    chosen = quickest(seconds_of)
+    others = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in seconds_of.items() if name != chosen)
+    return chosen, (
+        f'compress="auto" is {chosen!r} here: {1e3 * seconds_of[chosen]:.1f} ms for the mean of '
+        f"{elements:,} gradients, {others} (measured with {count:,} before the first step; chosen is "
+        f"what takes less than {WORTH:.0%} of none's time)"
+    )

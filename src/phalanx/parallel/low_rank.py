@@ -23,7 +23,7 @@ from phalanx.parallel.exchange import Exchange, Unchanged
 from phalanx.parallel.gradients import FlatTensors
 from phalanx.parallel.integers import Integers, Lanes
 
-__all__ = ["MATRIX_RANK", "PLAIN_STEPS", "LowRank"]
+__all__ = ["LowRank"]
 
 MATRIX_RANK = 3  # from 3 on torch makes factors orthogonal by QR; its other way fails for matrices of a lower rank
 PLAIN_STEPS = 10  # exchanges without loss at the beginning, where gradients change most
