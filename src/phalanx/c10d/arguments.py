@@ -217,8 +217,11 @@ def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own
     One of them may have one tensor for all ranks. ``own`` is the part of the larger side that may be the same memory as
     the smaller side; None if none may.
     """
-    if not ones or not others:
-        return True
+    one, few = (ones, others) if len(ones) == 1 else (others, ones)
+    if len(one) == 1:  # the usual case, in fewer steps
+        start, end = one[0].data_ptr(), one[0].data_ptr() + one[0].nbytes
+        if all(end <= tensor.data_ptr() or tensor.data_ptr() + tensor.nbytes <= start for tensor in few):
+            return True
     same = None  # where the smaller side may begin within the larger one
     if own is not None:
         if len(others) == 1 and (len(ones) > 1 or others[0].nbytes < ones[0].nbytes):
@@ -229,10 +232,10 @@ def _are_apart(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor], own
     spans += [(at := tensor.data_ptr(), at + tensor.nbytes, 1) for tensor in others]
     spans.sort()
     ends = [0, 0]  # where the tensors so far end, of each list
-    for start, end, one in spans:
-        if start < ends[1 - one] and start < end:
+    for start, end, which in spans:
+        if start < ends[1 - which] and start < end:
             if start != same:
                 return False
             same = None
-        ends[one] = max(ends[one], end)
+        ends[which] = max(ends[which], end)
     return True
