@@ -180,9 +180,16 @@ static int call(struct worker *worker, uint32_t to, uint64_t body, struct box *b
                 return 0;
             continue;
         }
-        CHECK(((const struct phx_rpc_image *)opened(box))->call == number && box->box.nbytes == 32 + body);
+        struct phx_rpc_image head;
+        memcpy(&head, opened(box), sizeof head);
         give_back(box);
-        return 1;
+        CHECK(head.kind == PHX_RPC_ANSWER);
+        if (head.call == number) {
+            CHECK(head.head_bytes == body);
+            return 1;
+        }
+        atomic_store(&delivered[head.call % 65536], head.call);
+        phx_rpc_answered(worker->hub, head.call);
     }
 }
 
@@ -205,10 +212,10 @@ static void *serve(void *argument)
         if (head.kind == PHX_RPC_ANSWER) {
             give_back(box);
             atomic_store(&delivered[head.call % 65536], head.call);
-            phx_rpc_answered(worker->hub);
+            phx_rpc_answered(worker->hub, head.call);
             continue;
         }
-        phx_rpc_begun(link, box->box.lane);
+        phx_rpc_begun(link);
         give_back(box);
         if (head.kind == PHX_RPC_NOTICE)
             continue;

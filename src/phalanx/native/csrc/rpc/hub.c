@@ -54,12 +54,19 @@ void phx_rpc_ring(struct phx_rpc_place *place, uint32_t bits, uint32_t otherwise
         wake(place, 1, otherwise);
 }
 
+void phx_rpc_wake_server(phx_rpc_hub *hub)
+{
+    if (atomic_load_explicit(&hub->sleeping, memory_order_seq_cst))
+        wake(hub->place, 1, PHX_RPC_SERVERS);
+}
+
 void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits)
 {
-    const int one = bits == PHX_RPC_SERVERS;
     atomic_fetch_add_explicit(&hub->place->bell, 1, memory_order_seq_cst);
-    if (atomic_load_explicit(one ? &hub->sleeping : &hub->place->sleepers, memory_order_seq_cst))
-        wake(hub->place, one ? 1 : INT_MAX, bits);
+    if (bits == PHX_RPC_SERVERS)
+        phx_rpc_wake_server(hub);
+    else if (atomic_load_explicit(&hub->place->sleepers, memory_order_seq_cst))
+        wake(hub->place, INT_MAX, bits);
 }
 
 void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
@@ -177,7 +184,6 @@ static phx_rpc_link *view(phx_rpc_hub *hub, int fd, uint64_t slab_bytes, uint32_
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
         link->out[lane] = end_of(link, link->own, lane);
         link->inboxes[lane].in = end_of(link, link->other, lane);
-        link->inboxes[lane].last = &link->inboxes[lane].first;
     }
     link->slab.data = link->map + phx_rpc_slabs_at() + side * slab_bytes;
     link->slab.bytes = slab_bytes;
@@ -309,26 +315,14 @@ int phx_rpc_confirm(phx_rpc_link *link)
     return meet(link, link->other->pid, link->other->fd, cookie) == 0 ? PHX_OK : PHX_SYSTEM;
 }
 
-static void empty(struct phx_rpc_inbox *inbox)
-{
-    while (inbox->first) {
-        struct phx_rpc_item *item = inbox->first;
-        inbox->first = item->next;
-        if (item->box.block == PHX_RPC_OWN)
-            munmap((void *)(uintptr_t)item->box.where, item->box.nbytes);
-        free(item);
-    }
-    if (inbox->assembly)
-        munmap(inbox->assembly, inbox->whole);
-}
-
 void phx_rpc_drop(phx_rpc_link *link)
 {
     phx_rpc_hub *hub = link->hub;
     if (!phx_rpc_mine(hub) || atomic_fetch_sub_explicit(&link->refs, 1, memory_order_acq_rel) != 1)
         return;
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
-        empty(&link->inboxes[lane]);
+        if (link->inboxes[lane].assembly)
+            munmap(link->inboxes[lane].assembly, link->inboxes[lane].whole);
     if (link->pidfd >= 0)
         close(link->pidfd);
     if (link->peer)
@@ -373,13 +367,8 @@ void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint
     phx_rpc_drop(link);
 }
 
-uint32_t phx_rpc_facts(phx_rpc_link *link, uint64_t *alive_ns, uint64_t *python_ns)
+uint32_t phx_rpc_facts(phx_rpc_link *link)
 {
-    const uint64_t now = phx_now_ns();
-    const uint64_t alive = atomic_load_explicit(&link->peer->alive_ns, memory_order_relaxed);
-    const uint64_t python = atomic_load_explicit(&link->peer->python_ns, memory_order_relaxed);
-    *alive_ns = now > alive ? now - alive : 0;
-    *python_ns = now > python ? now - python : 0;
     return link->pid;
 }
 
@@ -533,7 +522,6 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
         return NULL;
     }
     atomic_store(&hub->place->alive_ns, phx_now_ns());
-    phx_rpc_stamp(hub);
     hub->forks = atomic_load(&phx_rpc_forks);
     hub->cores = phx_usable_cores();
     atomic_store(&hub->refs, 1);
