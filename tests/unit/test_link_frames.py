@@ -90,9 +90,9 @@ class Pair:
         made = struct.pack("!IB", len(body) + 1, kind) + body
         return made + self.session.digest(made, sha=kind == wire_format.HASHED)
 
-    def announce(self, sizes: list[int], head: bytes = b"") -> None:
-        """Begin a large message with buffers of these sizes."""
-        self.send(self.frame(wire_format.LARGE, layout(Kind.REQUEST, 1, b"call", head, sizes)))
+    def announce(self, sizes: list[int]) -> None:
+        """Begin a large message with a head and buffers of these sizes."""
+        self.send(self.frame(wire_format.LARGE, layout(Kind.REQUEST, 1, b"call", b"", sizes)))
 
     def close(self) -> None:
         self.other.close()
@@ -108,7 +108,8 @@ def frames(chance: random.Random) -> list[tuple[int, bytes]]:
     """Frames of a few messages, small and large."""
     made = [small(1), small(2, b"", ())]
     sizes = [chance.choice([0, 1, 100, 70_000, 300_000]) for _ in range(chance.randrange(1, 4))]
-    made.append((wire_format.LARGE, layout(Kind.ANSWER, 3, b"", b"large", sizes)))
+    sizes.insert(0, chance.choice([0, 5, 100_000]))
+    made.append((wire_format.LARGE, layout(Kind.ANSWER, 3, b"", b"", sizes)))
     for size in sizes:
         kind = chance.choice([wire_format.PIECE, wire_format.HASHED])
         made += [(kind, bytes(piece)) for piece in wire_format.pieces_of([memoryview(chance.randbytes(size))])]

@@ -2,8 +2,8 @@
 
     frame    length, kind, number, body, digest
     SMALL    a whole message: its layout, its head, its buffers
-    LARGE    the layout and the head of a message whose buffers follow in pieces
-    PIECE    the next bytes of the buffers of the large message that is on its way
+    LARGE    the layout of a message whose head and buffers follow in pieces
+    PIECE    the next bytes of the head and the buffers of the large message that is on its way
     HASHED   like PIECE, but its digest is HMAC-SHA-256; the sender takes what is quicker on its processor
     DROP     the large message that is on its way ends here: its sender's time is over
     END      the sender leaves in order, and this is the last frame
@@ -26,44 +26,50 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_size_t
 from functools import partial
-from typing import cast
 
 from phalanx.rpc.links.contract import Buffer, Kind, Message, decode_service, encode_service
 from phalanx.wire.framing import Malformed
 from phalanx.wire.session import TAG_BYTES, Session
 
-__all__ = ["LONGEST_FRAME", "MOST_BUFFERS", "Assembler", "begin_message", "pieces_of"]
+__all__ = ["LONGEST_FRAME", "MOST_BUFFERS", "Assembler", "large_frame", "pieces_of", "small_frame"]
 
 SMALL, LARGE, PIECE, DROP, END, HASHED = 1, 2, 3, 4, 5, 6
 _PIECES = (PIECE, HASHED)
 PREFIX = struct.Struct("!IB")  # the length of what follows, without the digest; the kind of the frame
 LENGTH_BYTES = 4
 PIECE_BYTES = 1 << 16
-# A head is small: what is large travels beside it. Without a limit a broken length would reserve any amount of memory.
-LONGEST_FRAME = 1 << 30
-MOST_BUFFERS = 1 << 20  # each takes memory here as soon as its size has come
+LONGEST_FRAME = 1 << 24  # without a limit a broken length would reserve any amount of memory
+MOST_BUFFERS = (1 << 20) - 1  # each takes memory here as soon as its size has come
 _BLOCK_BYTES = 1 << 14
 _MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _MAPPED_BYTES = 1 << 18  # from here on, memory is mapped, and the kernel gives it when the bytes arrive
 # A frame that begins a message: PREFIX; kind, call, bytes of the service's name, number of buffers, bytes of the head.
-# The name, the buffers' sizes and the head follow, and in a small message the buffers.
+# The name, the buffers' sizes and the head follow, and in a small message the buffers. In a large message the head is
+# one of the buffers, the first.
 _BEGIN = struct.Struct("!IBBQHII")
 _KINDS = {int(kind): kind for kind in Kind}
 # It keeps the interpreter's lock, which socket.recv() gives away, and which may be back only 5 ms later.
 _receive = ctypes.PyDLL(None, use_errno=True).recv  # without argtypes, which would double its cost
 
 
-def begin_message(message: Message, kind: int) -> bytes:
-    """Make the frame of a small message, or the first one of a large message, without its digest."""
+def small_frame(message: Message) -> bytes:
+    """Make the frame of a small message, without its digest."""
     name, head, buffers = encode_service(message.service), message.head, message.buffers
     nbytes = _BEGIN.size - LENGTH_BYTES + len(name) + len(head)
     if not buffers:
-        return b"".join((_BEGIN.pack(nbytes, kind, message.kind, message.call, len(name), 0, len(head)), name, head))
+        return b"".join((_BEGIN.pack(nbytes, SMALL, message.kind, message.call, len(name), 0, len(head)), name, head))
     sizes = [buffer.nbytes for buffer in buffers]
-    content = buffers if kind == SMALL else ()
-    nbytes += 8 * len(sizes) + (sum(sizes) if content else 0)
-    begin = _BEGIN.pack(nbytes, kind, message.kind, message.call, len(name), len(sizes), len(head))
-    return b"".join((begin, name, struct.pack(f"!{len(sizes)}Q", *sizes), head, *content))
+    nbytes += 8 * len(sizes) + sum(sizes)
+    begin = _BEGIN.pack(nbytes, SMALL, message.kind, message.call, len(name), len(sizes), len(head))
+    return b"".join((begin, name, struct.pack(f"!{len(sizes)}Q", *sizes), head, *buffers))
+
+
+def large_frame(message: Message, sizes: Sequence[int]) -> bytes:
+    """Make the first frame of a large message, without its digest. ``sizes`` are those of its head and its buffers."""
+    name = encode_service(message.service)
+    nbytes = _BEGIN.size - LENGTH_BYTES + len(name) + 8 * len(sizes)
+    begin = _BEGIN.pack(nbytes, LARGE, message.kind, message.call, len(name), len(sizes), 0)
+    return b"".join((begin, name, struct.pack(f"!{len(sizes)}Q", *sizes)))
 
 
 def _read_begin(frame: bytes) -> tuple[Message, tuple[int, ...], int]:
@@ -78,7 +84,7 @@ def _read_begin(frame: bytes) -> tuple[Message, tuple[int, ...], int]:
     sizes_at = _BEGIN.size + name_nbytes
     head_at = sizes_at + 8 * count
     end = head_at + head_nbytes
-    if count > MOST_BUFFERS or end > len(frame):
+    if count > MOST_BUFFERS + 1 or end > len(frame):
         raise Malformed(f"a layout of {end} bytes in a frame of {len(frame)}")
     try:
         service = decode_service(frame[_BEGIN.size : sizes_at])
@@ -116,8 +122,10 @@ def _check_sizes(sizes: Sequence[int]) -> None:
     """Refuse a large message that this machine cannot hold.
 
     Raises:
-        Malformed: it says that it is larger than the machine's memory.
+        Malformed: it says that it is larger than the machine's memory, or it has no head.
     """
+    if not sizes:
+        raise Malformed("a large message without a head")
     if sum(sizes) > _MOST_BYTES:
         raise Malformed(f"a message of {sum(sizes)} bytes, and this machine has {_MOST_BYTES} bytes of memory")
 
@@ -161,8 +169,9 @@ class Assembler:
         self._got = 0  # bytes of it, and of the digest and the prefix behind it, that have come
         self._prefix = b""
         self._tail = bytearray(TAG_BYTES + PREFIX.size)
-        self._message: Message | None = None  # the large one that is coming, with its buffers so far
-        self._sizes: tuple[int, ...] = ()  # of all its buffers
+        self._message: Message | None = None  # the large one that is coming
+        self._sizes: tuple[int, ...] = ()  # of its head and its buffers
+        self._buffers: list[Buffer] = []  # these, so far
         self._filled = 0  # bytes of the last of those so far
 
     def receive(self) -> bool:
@@ -247,10 +256,10 @@ class Assembler:
         elif kind == LARGE:
             self._message, self._sizes, _ = _read_begin(frame)
             _check_sizes(self._sizes)
-            self._filled = 0
+            self._buffers, self._filled = [], 0
             self._finish_if_full(messages)
         elif kind == DROP:
-            self._message = None
+            self._message, self._buffers = None, []
         elif kind == END:
             self.left = True
         else:
@@ -260,20 +269,18 @@ class Assembler:
         """Return where the next piece of the large message belongs."""
         if self._message is None:
             raise Malformed("a piece of no message")
-        buffer = self._message.buffers[-1]
+        buffer = self._buffers[-1]
         if not 1 <= nbytes <= len(buffer) - self._filled:
             raise Malformed("a piece of a wrong length")
         return buffer[self._filled : self._filled + nbytes]
 
     def _finish_if_full(self, messages: deque[Message]) -> None:
-        message = self._message
-        if message is None:
-            return
-        buffers = cast("list[Buffer]", message.buffers)
-        while not buffers or self._filled == len(buffers[-1]):
+        message, buffers = self._message, self._buffers
+        while message is not None and (not buffers or self._filled == len(buffers[-1])):
             if len(buffers) == len(self._sizes):
-                self._message = None
+                message.head, *message.buffers = buffers
                 messages.append(message)
+                self._message, self._buffers = None, []
                 return
             buffers.append(_room_for(self._sizes[len(buffers)]))
             self._filled = 0

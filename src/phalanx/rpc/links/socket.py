@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 
 from phalanx.rpc.links import frames
 from phalanx.rpc.links.contract import Kind, Link, LinkEnded, Message, Receiver
-from phalanx.rpc.links.frames import Assembler, begin_message, pieces_of
+from phalanx.rpc.links.frames import Assembler, large_frame, pieces_of, small_frame
 from phalanx.rpc.links.readers import Armed, Readers
 from phalanx.wire.framing import Malformed
 from phalanx.wire.session import Session, sha_is_quicker
@@ -78,7 +78,6 @@ class SocketLink(Link):
     """
 
     name = "tcp"
-    LONGEST_HEAD = frames.LONGEST_FRAME // 2
     MOST_BUFFERS = frames.MOST_BUFFERS
 
     def __init__(
@@ -129,7 +128,7 @@ class SocketLink(Link):
         if (len(message.head) if few else message.nbytes) <= self.SMALL_BYTES:
             if not few:
                 self.check(message)
-            self._write([begin_message(message, frames.SMALL)], until, frames.SMALL)
+            self._write([small_frame(message)], until, frames.SMALL)
             return
         self.check(message)
         if self._reads():
@@ -139,10 +138,11 @@ class SocketLink(Link):
     def _send_large(self, message: Message, until: float, timeout_s: float) -> None:
         if not self._large.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX))):
             raise TimeoutError(f"another large message has been on its way for {timeout_s:g} s")
+        parts = [memoryview(message.head), *message.buffers]
         try:
-            self._write([begin_message(message, frames.LARGE)], until, frames.LARGE)
+            self._write([large_frame(message, [part.nbytes for part in parts])], until, frames.LARGE)
             try:
-                for piece in pieces_of(message.buffers):
+                for piece in pieces_of(parts):
                     hashed = len(piece) >= _HASHED_BYTES and not self._session.encrypts and sha_is_quicker()
                     kind = frames.HASHED if hashed else frames.PIECE
                     self._write([frames.PREFIX.pack(1 + len(piece), kind), piece], until, kind)

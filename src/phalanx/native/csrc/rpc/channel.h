@@ -27,7 +27,7 @@
  *             look at all rings after it. While there is one, nobody
  *             is woken
  * alive_ns    the hub's C thread, every   other watchers, relaxed     it stands still: dead, stopped or exec, told apart in
- *             40 to 100 ms, relaxed                                   /proc
+ *             100 ms, relaxed                                         /proc
  * head        the sender, under a lock,   the receiver, acquire       before: there is no message; after: it is whole
  *             release, after the bytes
  * tail        the receiver under its      the sender, acquire         the ring stays full until the death is noticed
