@@ -65,7 +65,7 @@ static void take(const struct box *box)
         sum += (uint64_t)image[i];
     const uint8_t kind = ((const struct phx_rpc_image *)box->image)->kind;
     if (kind != PHX_RPC_ANSWER && kind != PHX_RPC_FAILURE)
-        phx_rpc_begun(peer);
+        phx_rpc_begun(peer, box->box.lane);
     give_back(box);
 }
 
@@ -117,7 +117,7 @@ static void *call(void *unused)
     for (uint64_t number = 1; !atomic_load(&over); number++) {
         if (phx_rpc_await(hub, peer, number % 8, 0, &box->box) == PHX_OK)
             take(box);
-        phx_rpc_answered(hub, number);
+        phx_rpc_answered(hub);
     }
     free(box);
     return unused;
@@ -204,7 +204,7 @@ static void attacker(int to, int from, uint64_t often)
         if (chance() % 4)
             send_one(chance() % 16 ? 1 + (uint32_t)(chance() % 4) : (uint32_t)any_value(), chance() % 8);
         else if (!phx_rpc_why(peer) && phx_rpc_waiting(&peer->inboxes[0].in) && phx_rpc_next(hub, &box->box) == PHX_OK)
-            give_back(box), phx_rpc_begun(peer);
+            give_back(box), phx_rpc_begun(peer, box->box.lane);
         if (chance() % 400 == 0)
             raise(SIGKILL);
     }

@@ -180,16 +180,9 @@ static int call(struct worker *worker, uint32_t to, uint64_t body, struct box *b
                 return 0;
             continue;
         }
-        struct phx_rpc_image head;
-        memcpy(&head, opened(box), sizeof head);
+        CHECK(((const struct phx_rpc_image *)opened(box))->call == number && box->box.nbytes == 32 + body);
         give_back(box);
-        CHECK(head.kind == PHX_RPC_ANSWER);
-        if (head.call == number) {
-            CHECK(head.head_bytes == body);
-            return 1;
-        }
-        atomic_store(&delivered[head.call % 65536], head.call);
-        phx_rpc_answered(worker->hub, head.call);
+        return 1;
     }
 }
 
@@ -212,10 +205,10 @@ static void *serve(void *argument)
         if (head.kind == PHX_RPC_ANSWER) {
             give_back(box);
             atomic_store(&delivered[head.call % 65536], head.call);
-            phx_rpc_answered(worker->hub, head.call);
+            phx_rpc_answered(worker->hub);
             continue;
         }
-        phx_rpc_begun(link);
+        phx_rpc_begun(link, box->box.lane);
         give_back(box);
         if (head.kind == PHX_RPC_NOTICE)
             continue;

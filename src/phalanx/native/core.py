@@ -247,9 +247,9 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
         ("phx_rpc_taken", c_uint64, [link, c_uint32]),
         ("phx_rpc_wait_room", None, [link, c_uint32, c_uint64]),
         ("phx_rpc_next", c_int, [hub, box]),
-        ("phx_rpc_begun", None, [link]),
+        ("phx_rpc_begun", None, [link, c_uint32]),
         ("phx_rpc_await", c_int, [hub, link, c_uint64, c_uint32, box]),
-        ("phx_rpc_answered", None, [hub, c_uint64]),
+        ("phx_rpc_answered", None, [hub]),
         ("phx_rpc_answers", c_void_p, [hub]),
         ("phx_rpc_release", None, [link, c_uint32, c_uint32, c_uint64, c_uint64]),
     ):

@@ -70,7 +70,7 @@ _WHY = (  # enum phx_rpc_end
 ALIGN = 64
 LARGEST_SMALL = 126976  # PHX_RPC_SMALL: an image of more bytes does not fit into a ring
 _HEADER = struct.Struct("<QIHBxI4xQ")  # struct phx_rpc_image
-_BOX = struct.Struct("<QQQ5I20xQIHBxI4xQ")  # struct phx_rpc_box, and the header of the image after it
+_BOX = struct.Struct("<QQQ6I16xQIHBxI4xQ")  # struct phx_rpc_box, and the header of the image after it
 _BOX_HEAD = 64
 BOX_BYTES = _BOX_HEAD + LARGEST_SMALL
 OWN = 0xFFFFFFFF  # PHX_RPC_OWN: an image in memory that the core has taken for it alone
@@ -144,7 +144,7 @@ class Box:
         self.taken = 0
 
     def open(self) -> tuple[int, ...]:
-        """Return what came last: link, where, nbytes, block, sequence, ended, idle, taken.
+        """Return what came last: link, where, nbytes, block, sequence, lane, ended, idle, taken.
 
         Then of its image: call, head_bytes, service_bytes, kind, buffers, nbytes.
         """
@@ -152,7 +152,7 @@ class Box:
 
     def has_more(self) -> bool:
         """Return whether something was put into it that has not been taken out."""
-        return self.open()[7] != self.taken
+        return self.open()[8] != self.taken
 
 
 def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int, int, int], None]) -> Message:
@@ -161,7 +161,7 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
     Raises:
         Damaged: its lengths do not fit together.
     """
-    link, where, nbytes, block, sequence, _, _, _, call, head_bytes, service_bytes, kind, buffers, _ = values
+    link, where, nbytes, block, sequence, _, _, _, _, call, head_bytes, service_bytes, kind, buffers, _ = values
     at = _HEADER.size + 8 * buffers
     body = at + service_bytes
     end = body + head_bytes
@@ -302,11 +302,11 @@ class SharedLink(Link):
             try:
                 status = receive(hub._handle, self._handle, call, seen, box.address)
                 if status == Status.OK:
-                    hub._take(box, call)
+                    hub._take(box, serving=False)
             except BaseException:
                 # A signal's handler may raise as soon as the core has returned. What it brought may be for others.
                 if box.has_more():
-                    hub._take(box, call)
+                    hub._take(box, serving=False)
                 raise
             if status == Status.PEER_LOST or (status != Status.OK and time.monotonic() >= until):
                 return
@@ -468,16 +468,16 @@ class SharedHub:
         idle_since = time.monotonic()
         while (status := receive(self._handle, box.address)) != Status.PEER_LOST:
             if status == Status.OK:
-                self._take(box)
+                self._take(box, serving=True)
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since > IDLE_S and self._pool.may_end():
                 return
 
-    def _take(self, box: Box, awaited: int = 0) -> None:
-        """Give what has been received to the receiver; ``awaited`` is the call whose answer this thread waits for."""
+    def _take(self, box: Box, *, serving: bool) -> None:
+        """Give what has been received to the receiver."""
         values = box.open()
-        box.taken = values[7]
-        handle, ended, call, kind = values[0], values[5], values[8], values[11]
+        box.taken = values[8]
+        handle, lane, ended, kind = values[0], values[5], values[6], values[12]
         link = self._links.get(handle)
         if ended:
             if link is not None:
@@ -496,8 +496,8 @@ class SharedHub:
             return
         try:
             if kind == Kind.REQUEST:
-                others = values[6] or self._pool.add()  # one has to receive meanwhile
-                link._begun(handle)
+                others = values[7] or self._pool.add()  # one has to receive meanwhile
+                link._begun(handle, lane)
                 self._receiver.deliver(link, message, may_block=bool(others))
             else:
                 self._receiver.deliver(link, message, may_block=False)
@@ -505,6 +505,6 @@ class SharedHub:
             tell(f"warning: a message could not be delivered: {error!r}")
         finally:
             if kind == Kind.NOTICE:
-                link._begun(handle)
-            elif kind != Kind.REQUEST and call != awaited:
-                self._answered(self._handle, call)
+                link._begun(handle, lane)
+            elif kind != Kind.REQUEST and serving:
+                self._answered(self._handle)

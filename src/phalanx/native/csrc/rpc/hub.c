@@ -54,19 +54,12 @@ void phx_rpc_ring(struct phx_rpc_place *place, uint32_t bits, uint32_t otherwise
         wake(place, 1, otherwise);
 }
 
-void phx_rpc_wake_server(phx_rpc_hub *hub)
-{
-    if (atomic_load_explicit(&hub->sleeping, memory_order_seq_cst))
-        wake(hub->place, 1, PHX_RPC_SERVERS);
-}
-
 void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits)
 {
+    const int one = bits == PHX_RPC_SERVERS;
     atomic_fetch_add_explicit(&hub->place->bell, 1, memory_order_seq_cst);
-    if (bits == PHX_RPC_SERVERS)
-        phx_rpc_wake_server(hub);
-    else if (atomic_load_explicit(&hub->place->sleepers, memory_order_seq_cst))
-        wake(hub->place, INT_MAX, bits);
+    if (atomic_load_explicit(one ? &hub->sleeping : &hub->place->sleepers, memory_order_seq_cst))
+        wake(hub->place, one ? 1 : INT_MAX, bits);
 }
 
 void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
@@ -184,6 +177,7 @@ static phx_rpc_link *view(phx_rpc_hub *hub, int fd, uint64_t slab_bytes, uint32_
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
         link->out[lane] = end_of(link, link->own, lane);
         link->inboxes[lane].in = end_of(link, link->other, lane);
+        link->inboxes[lane].last = &link->inboxes[lane].first;
     }
     link->slab.data = link->map + phx_rpc_slabs_at() + side * slab_bytes;
     link->slab.bytes = slab_bytes;
@@ -315,14 +309,26 @@ int phx_rpc_confirm(phx_rpc_link *link)
     return meet(link, link->other->pid, link->other->fd, cookie) == 0 ? PHX_OK : PHX_SYSTEM;
 }
 
+static void empty(struct phx_rpc_inbox *inbox)
+{
+    while (inbox->first) {
+        struct phx_rpc_item *item = inbox->first;
+        inbox->first = item->next;
+        if (item->box.block == PHX_RPC_OWN)
+            munmap((void *)(uintptr_t)item->box.where, item->box.nbytes);
+        free(item);
+    }
+    if (inbox->assembly)
+        munmap(inbox->assembly, inbox->whole);
+}
+
 void phx_rpc_drop(phx_rpc_link *link)
 {
     phx_rpc_hub *hub = link->hub;
     if (!phx_rpc_mine(hub) || atomic_fetch_sub_explicit(&link->refs, 1, memory_order_acq_rel) != 1)
         return;
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
-        if (link->inboxes[lane].assembly)
-            munmap(link->inboxes[lane].assembly, link->inboxes[lane].whole);
+        empty(&link->inboxes[lane]);
     if (link->pidfd >= 0)
         close(link->pidfd);
     if (link->peer)

@@ -12,12 +12,33 @@
 
 #define PHX_RPC_LINKS 4096u
 
+/* A message that was taken out of its ring before the thread that it is for has come for it. */
+struct phx_rpc_item {
+    struct phx_rpc_item *next;
+    struct phx_rpc_box box;
+    struct phx_rpc_image image; /* of a small one, the rest follows */
+};
+
 /* The receiving end of one lane. Everything here is under the hub's lock. */
 struct phx_rpc_inbox {
     struct phx_rpc_end_of_ring in;
+    struct phx_rpc_item *first, **last; /* taken out of the ring, in order, before what is still in it */
+    uint64_t aside;                     /* bytes of those */
+    uint32_t notices;                   /* how many of those are notices */
+    uint32_t begins;                    /* the kind of the message that a thread took and has not begun with; or 0 */
+    uint32_t passed;                    /* of the small lane: how many were taken while a large call waits */
     char *assembly;                     /* an image that is coming in pieces */
     uint64_t assembled, whole;
     uint32_t copying;                   /* a thread copies a piece, without the lock */
+};
+
+/* A thread that waits for the answer to a call; under the hub's lock. */
+struct phx_rpc_waiter {
+    struct phx_rpc_waiter *next;
+    phx_rpc_link *link;
+    uint64_t call;
+    struct phx_rpc_box *box;
+    _Atomic uint32_t filled;
 };
 
 /* Images that several processes read in one place: a hub has a slab of its own for them, beside those of its links.
@@ -46,12 +67,12 @@ struct phx_rpc_hub {
     _Atomic uint32_t shut;
     _Atomic uint32_t serving;  /* threads in phx_rpc_next() */
     _Atomic uint32_t sleeping; /* how many of those sleep, or are about to; seq_cst, raised before they sleep */
-    _Atomic uint32_t awaiting; /* threads in phx_rpc_await() */
     _Atomic uint32_t answers;
     /* The running means of how long waits for either take. Only this process has them: any of its threads writes and
      * reads them, relaxed, because they only decide for how long a thread watches before it sleeps. */
     _Atomic uint32_t answer_ns, request_ns;
     pthread_t watcher;
+    struct phx_rpc_waiter *waiters;
     phx_rpc_link *links[PHX_RPC_LINKS];   /* under the lock, like `count` and `turn` */
     phx_rpc_link *watched[PHX_RPC_LINKS]; /* the watcher's, which holds those */
     struct pollfd polled[PHX_RPC_LINKS];
@@ -80,9 +101,7 @@ struct phx_rpc_link {
     int pidfd;
     uint64_t looked_ns; /* when the watcher last looked at the process in /proc */
     _Atomic uint32_t ended;   /* why nothing more comes (enum phx_rpc_end); then nothing can be sent */
-    uint32_t listed, told;    /* under the hub's lock, like the next two */
-    uint32_t begins;          /* a thread took a request or a notice, and has not begun with it */
-    uint32_t passed;          /* small messages that were taken since the last large one */
+    uint32_t listed, told;    /* under the hub's lock */
     pthread_mutex_t sending;  /* held while a record is put into the small ring */
     struct phx_rpc_end_of_ring out[PHX_RPC_LANES];
     struct phx_rpc_slab slab;
@@ -111,9 +130,6 @@ static inline uint32_t phx_rpc_bit(uint64_t call)
 void phx_rpc_ring(struct phx_rpc_place *place, uint32_t bits, uint32_t otherwise);
 /* The same for every thread of this process that sleeps under one of the bits, also if others watch. */
 void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits);
-
-/* Wake a thread that serves, if one sleeps. */
-void phx_rpc_wake_server(phx_rpc_hub *hub);
 
 /* Note why a link ends, and have its threads look. */
 void phx_rpc_ends(phx_rpc_link *link, uint32_t why);

@@ -1,9 +1,12 @@
-/* Receiving: any number of threads look at all rings, one at a time, and each leaves with the next message of a lane.
+/* Receiving: any number of threads look at all rings, one at a time, and each leaves with a message that is for it.
  *
- * A thread that serves (in phx_rpc_next) takes any message. One that waits for an answer (in phx_rpc_await) takes answers
- * only, also those that others wait for, and gives them to who does (phx_rpc_answered). After a request or a notice
- * nobody takes the next message of its link until phx_rpc_begun(): so requests begin in order, and no answer passes a
- * notice. Small messages are taken before large ones, whose cancellation one may be. */
+ * This decides which thread gets the next message of a lane, since any thread that looks may find any message.
+ *
+ * A thread that serves (in phx_rpc_next) takes requests, notices, and answers that no thread in the core waits for. A
+ * thread that waits for an answer (in phx_rpc_await) takes that answer. Either hands an answer that another thread
+ * waits for to that thread. A thread that waits sets all other messages aside, in order, for the threads that serve.
+ * No answer is taken before a notice that was sent before it. A small message may be the cancellation of a large call,
+ * which therefore waits for it (held). */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
@@ -24,15 +27,27 @@
 enum step {
     PHX_RPC_NOTHING, /* there is nothing for this thread */
     PHX_RPC_MINE,    /* the box is filled */
-    PHX_RPC_MOVED    /* a piece was copied: look again */
+    PHX_RPC_MOVED    /* a piece was copied, or a message went to another thread: look again */
 };
 
+#define ASIDE_BYTES 67108864u /* when so much has been set aside in one lane, a thread that waits sets no more aside */
 #define LARGEST (1ull << 44)
-#define MOST_PASSED 64u /* so many small messages are taken before a large one that is there */
+#define MOST_PASSED 64u /* so many small messages are taken before a large call that waits */
 
 static int is_answer(uint32_t kind)
 {
     return kind == PHX_RPC_ANSWER || kind == PHX_RPC_FAILURE;
+}
+
+static struct phx_rpc_waiter *unhook(phx_rpc_hub *hub, const phx_rpc_link *link, uint64_t call)
+{
+    for (struct phx_rpc_waiter **at = &hub->waiters; *at; at = &(*at)->next)
+        if ((*at)->call == call && (*at)->link == link) {
+            struct phx_rpc_waiter *waiter = *at;
+            *at = waiter->next;
+            return waiter;
+        }
+    return NULL;
 }
 
 /* Fill a box. A large image holds its link until it is released. */
@@ -44,10 +59,10 @@ static void fill(struct phx_rpc_box *box, const struct phx_rpc_box *from, const 
         phx_rpc_hold((phx_rpc_link *)(uintptr_t)from->link);
 }
 
-/* Return whether an image that came in pieces is complete and was not taken. */
-static int is_assembled(const struct phx_rpc_inbox *inbox)
+static void hand(phx_rpc_hub *hub, struct phx_rpc_waiter *waiter, uint64_t call)
 {
-    return inbox->assembly && inbox->assembled == inbox->whole;
+    atomic_store_explicit(&waiter->filled, 1, memory_order_release); /* the waiter may be gone after this store */
+    phx_rpc_call_up(hub, phx_rpc_bit(call));
 }
 
 /* Describe the message that a record announces. Returns 1, or 0 if the record is damaged. The image's header is copied,
@@ -55,7 +70,7 @@ static int is_assembled(const struct phx_rpc_inbox *inbox)
 static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_record *record, const char *bytes,
                     struct phx_rpc_box *box, struct phx_rpc_image *image)
 {
-    *box = (struct phx_rpc_box){.link = (uintptr_t)link, .nbytes = record->nbytes};
+    *box = (struct phx_rpc_box){.link = (uintptr_t)link, .lane = lane, .nbytes = record->nbytes};
     if (record->type == PHX_RPC_IMAGE && lane == PHX_RPC_SMALL_LANE) {
         if (record->nbytes < sizeof *image || record->nbytes > PHX_RPC_SMALL)
             return 0;
@@ -84,6 +99,49 @@ static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_reco
     box->block = is_lent ? block->block | PHX_RPC_LOAN : block->block;
     box->sequence = block->sequence;
     return image->nbytes >= sizeof *image && image->nbytes <= block->nbytes;
+}
+
+/* Return how much private memory a message takes while it is set aside. */
+static uint64_t takes_aside(const struct phx_rpc_item *item)
+{
+    return sizeof *item + (item->box.block >= PHX_RPC_INLINE ? item->box.nbytes : 0);
+}
+
+static void append(struct phx_rpc_inbox *inbox, struct phx_rpc_item *item)
+{
+    item->next = NULL;
+    *inbox->last = item;
+    inbox->last = &item->next;
+    inbox->aside += takes_aside(item);
+    inbox->notices += item->image.kind == PHX_RPC_NOTICE;
+}
+
+static void take_out(struct phx_rpc_inbox *inbox, struct phx_rpc_item **at)
+{
+    struct phx_rpc_item *item = *at;
+    *at = item->next;
+    if (inbox->last == &item->next)
+        inbox->last = at;
+    inbox->aside -= takes_aside(item);
+    inbox->notices -= item->image.kind == PHX_RPC_NOTICE;
+    free(item);
+}
+
+static void settle(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox)
+{
+    if (inbox->begins == PHX_RPC_NOTICE || !hub->waiters)
+        return;
+    for (struct phx_rpc_item **at = &inbox->first; *at && (*at)->image.kind != PHX_RPC_NOTICE;) {
+        const uint64_t call = (*at)->image.call;
+        struct phx_rpc_waiter *waiter = is_answer((*at)->image.kind) ? unhook(hub, link, call) : NULL;
+        if (!waiter) {
+            at = &(*at)->next;
+            continue;
+        }
+        fill(waiter->box, &(*at)->box, &(*at)->image);
+        take_out(inbox, at);
+        hand(hub, waiter, call);
+    }
 }
 
 /* Forget a message whose sender was interrupted after some of its pieces. */
@@ -119,7 +177,6 @@ static enum step piece(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbo
         return PHX_RPC_NOTHING;
     }
     inbox->copying = 1;
-    link->passed = 0;
     phx_rpc_hold(link);
     pthread_mutex_unlock(&hub->lock);
     memcpy(inbox->assembly + inbox->assembled, bytes, record->nbytes);
@@ -127,57 +184,108 @@ static enum step piece(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbo
     inbox->copying = 0;
     inbox->assembled += record->nbytes;
     phx_rpc_advance(&inbox->in, phx_rpc_takes(record->nbytes));
-    if (inbox->assembled == inbox->whole && ((struct phx_rpc_image *)inbox->assembly)->nbytes != inbox->whole)
-        phx_rpc_ends(link, PHX_RPC_DAMAGED);
-    if (inbox->assembled == inbox->whole)
-        phx_rpc_call_up(hub, PHX_RPC_SERVERS); /* they have looked while it was copied */
+    if (inbox->assembled == inbox->whole) {
+        struct phx_rpc_item *item = malloc(sizeof *item);
+        struct phx_rpc_image image;
+        memcpy(&image, inbox->assembly, sizeof image);
+        if (!item || image.nbytes != inbox->whole) {
+            phx_rpc_ends(link, item ? PHX_RPC_DAMAGED : PHX_RPC_NO_MEMORY);
+            free(item);
+        } else {
+            item->box = (struct phx_rpc_box){.link = (uintptr_t)link, .where = (uintptr_t)inbox->assembly,
+                                             .nbytes = inbox->whole, .block = PHX_RPC_OWN, .lane = PHX_RPC_BULK_LANE};
+            item->image = image;
+            inbox->assembly = NULL;
+            append(inbox, item);
+            settle(hub, link, inbox);
+        }
+    }
     phx_rpc_drop(link); /* if this frees the link, it was ended here meanwhile, and nobody uses it any more */
     return PHX_RPC_MOVED;
 }
 
-static int has_come(const phx_rpc_link *link, uint32_t lane)
+/* Set a record's message aside, and have a thread that serves look after it. */
+static enum step set_aside(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox,
+                           const struct phx_rpc_box *box, const void *image, uint64_t takes)
 {
-    const struct phx_rpc_inbox *inbox = &link->inboxes[lane];
-    return is_assembled(inbox) || phx_rpc_waiting(&inbox->in);
+    const uint64_t more = box->block == PHX_RPC_INLINE ? box->nbytes : 0;
+    struct phx_rpc_item *item = inbox->aside > ASIDE_BYTES ? NULL : malloc(sizeof *item + more);
+    if (!item)
+        return PHX_RPC_NOTHING; /* it stays in its ring until a thread that serves takes it */
+    item->box = *box;
+    memcpy(&item->image, image, more ? more : sizeof item->image);
+    append(inbox, item);
+    phx_rpc_advance(&inbox->in, takes);
+    settle(hub, link, inbox);
+    phx_rpc_call_up(hub, PHX_RPC_SERVERS);
+    return PHX_RPC_MOVED;
 }
 
-/* Look at one lane of one link with the hub's lock, which is released while a piece of a large message is copied. */
-static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struct phx_rpc_box *box, int serves)
+/* Whether the next call or notice of the bulk lane waits for the small one: for a notice that a thread has taken and
+ * is not done with, or for what has come meanwhile. */
+static int held(const phx_rpc_link *link, uint32_t lane)
+{
+    const struct phx_rpc_inbox *small = &link->inboxes[PHX_RPC_SMALL_LANE];
+    return lane == PHX_RPC_BULK_LANE && small->passed < MOST_PASSED &&
+           (small->begins == PHX_RPC_NOTICE || (!small->begins && (small->first || phx_rpc_waiting(&small->in))));
+}
+
+/* Look at one lane of one link, for a thread that serves (`self` is NULL) or for one that waits, with the hub's lock.
+ * The lock is released while a piece of a large message is copied. */
+static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struct phx_rpc_box *box,
+                      struct phx_rpc_waiter *self)
 {
     struct phx_rpc_inbox *inbox = &link->inboxes[lane];
-    struct phx_rpc_box news = {.link = (uintptr_t)link, .where = (uintptr_t)inbox->assembly, .nbytes = inbox->whole,
-                               .block = PHX_RPC_OWN};
-    struct phx_rpc_record record = {0};
+    struct phx_rpc_item *item = self ? NULL : inbox->first;
+    struct phx_rpc_record record;
+    struct phx_rpc_box news;
     struct phx_rpc_image image;
     const char *bytes = NULL;
-    if (link->begins || inbox->copying || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
-        return PHX_RPC_NOTHING;
-    if (lane == PHX_RPC_SMALL_LANE && link->passed >= MOST_PASSED && has_come(link, PHX_RPC_BULK_LANE))
-        return PHX_RPC_NOTHING;
-    const int is_whole = is_assembled(inbox);
-    if (is_whole) {
-        memcpy(&image, inbox->assembly, sizeof image);
+    if (item) {
+        news = item->box;
+        image = item->image;
     } else {
+        if (inbox->copying || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
+            return PHX_RPC_NOTHING;
         const int there = phx_rpc_peek(&inbox->in, &record, &bytes);
-        if (there > 0 && lane == PHX_RPC_BULK_LANE && (record.type == PHX_RPC_FIRST || record.type == PHX_RPC_MORE))
-            return piece(hub, link, inbox, &record, bytes);
-        if (there > 0 && inbox->assembly)
+        if (there > 0 && inbox->assembly && (record.type == PHX_RPC_BLOCK || record.type == PHX_RPC_LENT))
             give_up(inbox);
+        if (there > 0 && lane == PHX_RPC_BULK_LANE && (record.type == PHX_RPC_FIRST || record.type == PHX_RPC_MORE))
+            return inbox->aside > ASIDE_BYTES ? PHX_RPC_NOTHING : piece(hub, link, inbox, &record, bytes);
         if (there < 0 || (there && !describe(link, lane, &record, bytes, &news, &image)))
             phx_rpc_ends(link, PHX_RPC_DAMAGED);
         if (there <= 0 || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
             return PHX_RPC_NOTHING;
     }
-    if (!serves && !is_answer(image.kind))
-        return PHX_RPC_NOTHING;
-    fill(box, &news, news.block == PHX_RPC_INLINE ? (const void *)bytes : &image);
-    if (is_whole)
-        inbox->assembly = NULL;
+    const void *whole = item ? (const void *)&item->image : news.block == PHX_RPC_INLINE ? (const void *)bytes : &image;
+    const uint64_t takes = item ? 0 : phx_rpc_takes(record.nbytes);
+    struct phx_rpc_waiter *waiter = NULL;
+    if (is_answer(image.kind)) {
+        if (inbox->begins == PHX_RPC_NOTICE || (self && inbox->notices))
+            return self ? set_aside(hub, link, inbox, &news, whole, takes) : PHX_RPC_NOTHING;
+        waiter = unhook(hub, link, image.call);
+        if (!waiter && self)
+            return set_aside(hub, link, inbox, &news, whole, takes);
+    } else {
+        if (self)
+            return set_aside(hub, link, inbox, &news, whole, takes);
+        if (inbox->begins)
+            return PHX_RPC_NOTHING;
+        if (held(link, lane))
+            return PHX_RPC_NOTHING;
+        struct phx_rpc_inbox *bulk = &link->inboxes[PHX_RPC_BULK_LANE], *small = &link->inboxes[PHX_RPC_SMALL_LANE];
+        small->passed = inbox == small && (bulk->first || phx_rpc_waiting(&bulk->in)) ? small->passed + 1 : 0;
+        inbox->begins = image.kind;
+    }
+    fill(waiter ? waiter->box : box, &news, whole);
+    if (item)
+        take_out(inbox, &inbox->first);
     else
-        phx_rpc_advance(&inbox->in, phx_rpc_takes(record.nbytes));
-    link->begins = !is_answer(image.kind);
-    link->passed = lane == PHX_RPC_SMALL_LANE ? link->passed + 1 : 0;
-    return PHX_RPC_MINE;
+        phx_rpc_advance(&inbox->in, takes);
+    if (!waiter || waiter == self)
+        return PHX_RPC_MINE;
+    hand(hub, waiter, image.call);
+    return PHX_RPC_MOVED;
 }
 
 /* -- looking everywhere, and waiting ------------------------------------------------------------------------------- */
@@ -185,10 +293,12 @@ static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struc
 /* Return whether nothing more of what was sent over a link is to be received. */
 static int drained(const phx_rpc_link *link)
 {
-    const int damaged = atomic_load(&link->ended) >= PHX_RPC_DAMAGED;
-    for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
-        if (link->begins || link->inboxes[lane].copying || (!damaged && has_come(link, lane)))
+    for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
+        const struct phx_rpc_inbox *inbox = &link->inboxes[lane];
+        if (inbox->begins || inbox->copying || inbox->first ||
+            (atomic_load(&link->ended) < PHX_RPC_DAMAGED && phx_rpc_waiting(&inbox->in)))
             return 0;
+    }
     return 1;
 }
 
@@ -215,25 +325,32 @@ static int more(phx_rpc_hub *hub)
         phx_rpc_link *link = hub->links[i];
         if (atomic_load(&link->ended) || atomic_load_explicit(&link->other->closed, memory_order_relaxed))
             return 1;
-        for (uint32_t lane = 0; lane < PHX_RPC_LANES && !link->begins; lane++)
-            if (!link->inboxes[lane].copying && has_come(link, lane))
+        for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
+            const struct phx_rpc_inbox *inbox = &link->inboxes[lane];
+            if (!inbox->begins && !inbox->copying && !held(link, lane) &&
+                (inbox->first || phx_rpc_waiting(&inbox->in)))
                 return 1;
+        }
     }
     return 0;
 }
 
-static int look_everywhere(phx_rpc_hub *hub, struct phx_rpc_box *box, int serves)
+static int look_everywhere(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_waiter *self)
 {
 again:
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
         for (uint32_t i = 0, count = hub->count; i < count; i++) {
-            const enum step step = look(hub, hub->links[(hub->turn + i) % count], lane, box, serves);
+            phx_rpc_link *link = hub->links[(hub->turn + i) % count];
+            const enum step step = look(hub, link, lane, box, self);
             if (step == PHX_RPC_MINE) {
                 hub->turn = (hub->turn + i + 1) % count;
                 return 1;
             }
-            if (step == PHX_RPC_MOVED)
-                goto again; /* small messages before the next piece */
+            if (step == PHX_RPC_MOVED) {
+                if (self && atomic_load(&self->filled))
+                    return 1;
+                goto again; /* small messages before the next piece; a piece is copied without the lock, too */
+            }
         }
     for (uint32_t i = 0; i < hub->count; i++)
         if (tell(hub->links[i], box))
@@ -255,6 +372,12 @@ static void map_pages(const struct phx_rpc_box *box)
     atomic_store_explicit(touched, end, memory_order_relaxed);
     const uint64_t before = box->where % phx_rpc_page_bytes();
     (void)!madvise((void *)(uintptr_t)(box->where - before), box->nbytes + before, MADV_POPULATE_READ);
+}
+
+static void took(struct phx_rpc_box *box, uint32_t taken)
+{
+    box->taken = taken + 1;
+    map_pages(box);
 }
 
 static int sleep_on(phx_rpc_hub *hub, uint32_t bell, uint32_t bits, uint64_t nap_ns, int serves)
@@ -310,39 +433,38 @@ static void note(_Atomic uint32_t *usual, uint64_t took_ns)
     atomic_store_explicit(usual, before - before / 8 + took / 8, memory_order_relaxed);
 }
 
-/* `awaited` is NULL for a thread that serves. */
-static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, phx_rpc_link *awaited, uint32_t bits, uint32_t answers)
+static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_waiter *self, uint32_t answers)
 {
-    const uint64_t begun = phx_now_ns(), nap_ns = awaited ? PHX_SLICE_NS : PHX_RPC_NAP_NS;
-    const uint32_t taken = box->taken;
-    _Atomic uint32_t *usual = awaited ? &hub->answer_ns : &hub->request_ns;
+    const uint64_t begun = phx_now_ns(), nap_ns = self ? PHX_SLICE_NS : PHX_RPC_NAP_NS;
+    const uint32_t bits = self ? phx_rpc_bit(self->call) : PHX_RPC_SERVERS;
+    _Atomic uint32_t *usual = self ? &hub->answer_ns : &hub->request_ns;
     for (int last = 0;;) {
         const uint32_t bell = atomic_load_explicit(&hub->place->bell, memory_order_seq_cst);
         pthread_mutex_lock(&hub->lock);
-        const int found = look_everywhere(hub, box, !awaited);
-        const int leave = (found || awaited) && more(hub);
-        const int over = awaited && (awaited->told || atomic_load(&hub->answers) != answers);
+        const int found = (self && atomic_load(&self->filled)) || look_everywhere(hub, box, self);
+        const int leave = found && more(hub);
+        const int over = self && (self->link->told || atomic_load(&hub->answers) != answers);
+        if (self && (found || over || last))
+            unhook(hub, self->link, self->call);
+        const int filled = self && atomic_load(&self->filled);
         pthread_mutex_unlock(&hub->lock);
-        if (leave && found) /* also if none sleeps: one may have looked before, and be about to sleep */
+        if (leave) /* also if none sleeps: one may have looked before, and be about to sleep */
             phx_rpc_call_up(hub, PHX_RPC_SERVERS);
-        else if (leave) /* who sent it has woken nobody if this thread watched */
-            phx_rpc_wake_server(hub);
-        if (found || over || last)
+        if (found || filled) {
             note(usual, phx_now_ns() - begun);
-        if (found) {
-            box->taken = taken + 1;
-            map_pages(box);
             return PHX_OK;
         }
         if (atomic_load(&hub->shut))
             return PHX_PEER_LOST;
-        if (over || last)
+        if (over || last) {
+            note(usual, phx_now_ns() - begun);
             return PHX_UNDER_WAY;
+        }
         const uint64_t until = begun + watch_ns(usual);
-        if (hub->count && hub->count < hub->cores && (awaited || !atomic_load(&hub->place->spinners)) &&
+        if (hub->count && hub->count < hub->cores && (self || !atomic_load(&hub->place->spinners)) &&
             phx_now_ns() < until && spin(hub, bell, until))
             continue;
-        last = sleep_on(hub, bell, bits, nap_ns, !awaited);
+        last = sleep_on(hub, bell, bits, nap_ns, !self);
     }
 }
 
@@ -350,9 +472,12 @@ int phx_rpc_next(phx_rpc_hub *hub, struct phx_rpc_box *box)
 {
     if (!phx_rpc_mine(hub))
         return PHX_PEER_LOST;
+    const uint32_t taken = box->taken;
     atomic_fetch_add(&hub->serving, 1);
-    const int status = receive(hub, box, NULL, PHX_RPC_SERVERS, 0);
+    const int status = receive(hub, box, NULL, 0);
     box->idle = atomic_fetch_sub(&hub->serving, 1) - 1;
+    if (status == PHX_OK)
+        took(box, taken);
     return status;
 }
 
@@ -360,32 +485,54 @@ int phx_rpc_await(phx_rpc_hub *hub, phx_rpc_link *link, uint64_t call, uint32_t 
 {
     if (!phx_rpc_mine(hub))
         return PHX_PEER_LOST;
-    atomic_fetch_add(&hub->awaiting, 1);
-    const int status = receive(hub, box, link, phx_rpc_bit(call), answers);
-    atomic_fetch_sub(&hub->awaiting, 1);
+    const uint32_t taken = box->taken;
+    struct phx_rpc_waiter self = {.link = link, .call = call, .box = box};
+    pthread_mutex_lock(&hub->lock);
+    self.next = hub->waiters;
+    hub->waiters = &self;
+    for (uint32_t lane = 0; lane < PHX_RPC_LANES && !link->told; lane++)
+        settle(hub, link, &link->inboxes[lane]);
+    pthread_mutex_unlock(&hub->lock);
+    int status = receive(hub, box, &self, answers);
+    if (status == PHX_PEER_LOST) {
+        pthread_mutex_lock(&hub->lock);
+        unhook(hub, link, call);
+        if (atomic_load(&self.filled)) /* by another thread, since this one last looked */
+            status = PHX_OK;
+        pthread_mutex_unlock(&hub->lock);
+    }
+    if (status == PHX_OK)
+        took(box, taken);
     return status;
 }
 
-void phx_rpc_begun(phx_rpc_link *link)
+void phx_rpc_begun(phx_rpc_link *link, uint32_t lane)
 {
     phx_rpc_hub *hub = link->hub;
     if (!phx_rpc_mine(hub))
         return;
+    struct phx_rpc_inbox *inbox = &link->inboxes[lane];
     pthread_mutex_lock(&hub->lock);
-    link->begins = 0;
-    const int rest = more(hub);
+    inbox->begins = 0;
+    settle(hub, link, inbox);
+    const struct phx_rpc_inbox *bulk = &link->inboxes[PHX_RPC_BULK_LANE]; /* more() has left out what is held */
+    const int rest = inbox->first || phx_rpc_waiting(&inbox->in) || bulk->first || phx_rpc_waiting(&bulk->in) ||
+                     atomic_load(&link->ended) || atomic_load_explicit(&link->other->closed, memory_order_relaxed);
     pthread_mutex_unlock(&hub->lock);
     if (rest)
         phx_rpc_call_up(hub, PHX_RPC_SERVERS);
 }
 
-void phx_rpc_answered(phx_rpc_hub *hub, uint64_t call)
+void phx_rpc_answered(phx_rpc_hub *hub)
 {
     if (!phx_rpc_mine(hub))
         return;
     atomic_fetch_add(&hub->answers, 1);
-    if (atomic_load(&hub->awaiting))
-        phx_rpc_call_up(hub, phx_rpc_bit(call));
+    pthread_mutex_lock(&hub->lock);
+    const int somebody = hub->waiters != NULL;
+    pthread_mutex_unlock(&hub->lock);
+    if (somebody)
+        phx_rpc_call_up(hub, PHX_RPC_WAITERS);
 }
 
 const void *phx_rpc_answers(phx_rpc_hub *hub)

@@ -54,10 +54,11 @@ struct phx_rpc_box {
     uint64_t link;            /* the handle of the link, as phx_rpc_accept() or phx_rpc_offer() returned it */
     uint64_t where, nbytes;   /* the image: its address, if it is large, and its size */
     uint32_t block, sequence; /* what phx_rpc_release() needs; or PHX_RPC_INLINE, or PHX_RPC_OWN */
+    uint32_t lane;            /* enum phx_rpc_lane */
     uint32_t ended;           /* 0 for a message; else there is none, and the link has ended (enum phx_rpc_end) */
     uint32_t idle;            /* how many other threads are in phx_rpc_next() */
     uint32_t taken;           /* how often something was put into this box; callers compare it and do not change it */
-    uint32_t unused[5];
+    uint32_t unused[4];
 };
 
 typedef struct phx_rpc_hub phx_rpc_hub;
@@ -125,17 +126,17 @@ PHX_API uint64_t phx_rpc_taken(phx_rpc_link *link, uint32_t lane);
 PHX_API void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken);
 
 /* Wait for a message or a piece of news. Returns PHX_OK if one is in the box, PHX_UNDER_WAY if there is none yet, and
- * PHX_PEER_LOST if the hub is shut. After a request or a notice no thread gets the next message of its link until
- * phx_rpc_begun() is called. */
+ * PHX_PEER_LOST if the hub is shut. After a request or a notice no thread gets the next one of its lane until
+ * phx_rpc_begun() is called, so that they begin in order. */
 PHX_API int phx_rpc_next(phx_rpc_hub *hub, struct phx_rpc_box *box);
-PHX_API void phx_rpc_begun(phx_rpc_link *link);
-/* Wait for the answer to a call; it, an answer to another call, or a piece of news may be in the box. Returns what
- * phx_rpc_next() does. A thread that has delivered an answer for which another thread may wait calls phx_rpc_answered(),
- * which adds one to *phx_rpc_answers(). `answers` is that number as the caller read it before it looked whether its answer
- * was delivered; as soon as it has changed, PHX_UNDER_WAY is returned. */
+PHX_API void phx_rpc_begun(phx_rpc_link *link, uint32_t lane);
+/* Wait for the answer to one call; other messages that arrive meanwhile are left for the threads they are for. Returns
+ * what phx_rpc_next() does. An answer that a thread in phx_rpc_next() took cannot arrive here: that thread delivers it
+ * and calls phx_rpc_answered(), which adds one to *phx_rpc_answers(). `answers` is that number as the caller read it
+ * before it looked whether its answer was delivered; as soon as it has changed, PHX_UNDER_WAY is returned. */
 PHX_API int phx_rpc_await(phx_rpc_hub *hub, phx_rpc_link *link, uint64_t call, uint32_t answers,
                           struct phx_rpc_box *box);
-PHX_API void phx_rpc_answered(phx_rpc_hub *hub, uint64_t call);
+PHX_API void phx_rpc_answered(phx_rpc_hub *hub);
 PHX_API const void *phx_rpc_answers(phx_rpc_hub *hub);
 /* Give a large image back, by what its box said of it. */
 PHX_API void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint64_t where, uint64_t nbytes);
