@@ -252,7 +252,7 @@ def pickled(value: Any) -> tuple[bytes, list[memoryview]]:
 
 def test_pickles_are_never_loaded_by_a_typed_worker_or_as_a_typed_answer(tmp_path: Path) -> None:
     path = str(tmp_path / "loaded")
-    names = ["call", "objects.make", "objects.method", "objects.lease", "stream.next", "cancel", "receipt"]
+    names = ["call", "objects.make", "objects.method", "objects.holds", "stream.next", "cancel", "receipt"]
 
     def attack(codec: Codec) -> None:
         failed = []

@@ -14,7 +14,6 @@ from tests.support.mutations import changed
 
 from phalanx.rpc.links import frames as wire_format
 from phalanx.rpc.links.contract import Kind, Link, Message
-from phalanx.rpc.links.frames import Layout, layout_of
 from phalanx.rpc.links.socket import SocketLink
 from phalanx.wire.session import Session
 
@@ -48,6 +47,21 @@ class Plain:
         pass
 
 
+class NoReaders:
+    """In the place of the threads that read: the test reads itself."""
+
+    def remove(self, link: Link) -> None:
+        pass
+
+    def leave(self) -> bool:
+        return False
+
+
+def layout(kind: Kind, call: int, service: bytes, head: bytes, sizes: list[int]) -> bytes:
+    fixed = struct.pack("!BQHII", kind, call, len(service), len(sizes), len(head))
+    return fixed + service + struct.pack(f"!{len(sizes)}Q", *sizes) + head
+
+
 class Pair:
     """A link between workers, and the bare socket at its other end."""
 
@@ -55,7 +69,8 @@ class Pair:
         ours, self.other = socket.socketpair()
         self.receiver = Receiver()
         self.session = Session(b"k" * 32, is_listener=False)
-        self.link = SocketLink(cast(Any, Plain(ours)), Session(b"k" * 32, is_listener=True), self.receiver)
+        sock, session, readers = cast(Any, Plain(ours)), Session(b"k" * 32, is_listener=True), cast(Any, NoReaders())
+        self.link = SocketLink(sock, session, self.receiver, b"", readers)
 
     def send(self, data: bytes) -> None:
         for start in range(0, len(data), 1 << 15):  # as much as the socket holds
@@ -63,7 +78,7 @@ class Pair:
                 return
             self.other.sendall(data[start : start + (1 << 15)])
             while not self.receiver.why and self._readable():
-                self.link.read()
+                self.link.ready()
 
     def _readable(self) -> bool:
         try:
@@ -75,10 +90,9 @@ class Pair:
         made = struct.pack("!IB", len(body) + 1, kind) + body
         return made + self.session.digest(made, sha=kind == wire_format.HASHED)
 
-    def announce(self, sizes: list[int], head: bytes = b"") -> None:
-        """Begin a large message with buffers of these sizes."""
-        layout = Layout(Kind.REQUEST, 1, "call", len(head), sizes)
-        self.send(self.frame(wire_format.LARGE, layout.encode() + head))
+    def announce(self, sizes: list[int]) -> None:
+        """Begin a large message with a head and buffers of these sizes."""
+        self.send(self.frame(wire_format.LARGE, layout(Kind.REQUEST, 1, b"call", b"", sizes)))
 
     def close(self) -> None:
         self.other.close()
@@ -86,15 +100,16 @@ class Pair:
 
 
 def small(number: int, head: bytes = b"head", buffers: tuple[bytes, ...] = (b"abc", b"")) -> tuple[int, bytes]:
-    message = Message(Kind.REQUEST, number, "call", head, [memoryview(part) for part in buffers])
-    return wire_format.SMALL, layout_of(message).encode() + head + b"".join(buffers)
+    sizes = [len(part) for part in buffers]
+    return wire_format.SMALL, layout(Kind.REQUEST, number, b"call", head, sizes) + b"".join(buffers)
 
 
 def frames(chance: random.Random) -> list[tuple[int, bytes]]:
     """Frames of a few messages, small and large."""
     made = [small(1), small(2, b"", ())]
     sizes = [chance.choice([0, 1, 100, 70_000, 300_000]) for _ in range(chance.randrange(1, 4))]
-    made.append((wire_format.LARGE, Layout(Kind.ANSWER, 3, "", 5, sizes).encode() + b"large"))
+    sizes.insert(0, chance.choice([0, 5, 100_000]))
+    made.append((wire_format.LARGE, layout(Kind.ANSWER, 3, b"", b"", sizes)))
     for size in sizes:
         kind = chance.choice([wire_format.PIECE, wire_format.HASHED])
         made += [(kind, bytes(piece)) for piece in wire_format.pieces_of([memoryview(chance.randbytes(size))])]
@@ -119,7 +134,7 @@ def test_changed_frames_end_the_link_and_deliver_nothing_more() -> None:
             pair.send(broken + b"".join(whole[chosen + 1 :]))
             pair.other.close()
             if not pair.receiver.why:
-                pair.link.read()
+                pair.link.ready()
             assert len(pair.receiver.messages) == len(before.receiver.messages)
         before.close()
         pair.close()

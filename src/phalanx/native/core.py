@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -235,7 +235,7 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
         ("phx_rpc_why", c_uint32, [link]),
         ("phx_rpc_pid", c_uint32, []),
         ("phx_rpc_drop", None, [link]),
-        ("phx_rpc_facts", c_uint32, [link, POINTER(c_uint64), POINTER(c_uint64)]),
+        ("phx_rpc_facts", c_uint32, [link]),
         ("phx_rpc_send", c_int, [link, c_char_p, c_uint64]),
         ("phx_rpc_put", None, [*pieces, POINTER(c_uint64)]),
         ("phx_rpc_post", c_int, [link, c_uint64]),
@@ -252,9 +252,6 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
         ("phx_rpc_answered", None, [hub]),
         ("phx_rpc_answers", c_void_p, [hub]),
         ("phx_rpc_release", None, [link, c_uint32, c_uint32, c_uint64, c_uint64]),
-        ("phx_rpc_endpoint_key", None, [c_void_p, c_char_p, c_uint32, c_char_p, c_char_p]),
-        ("phx_rpc_write", c_int64, [c_void_p, c_uint64, c_char_p, c_uint64]),
-        ("phx_rpc_receive", c_int64, [c_void_p, c_int, c_uint64]),
     ):
         function = getattr(core, name)
         function.restype, function.argtypes = result, arguments

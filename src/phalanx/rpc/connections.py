@@ -323,7 +323,7 @@ class Connections:
                     shared.begin()
                     return chosen
                 line.sock.sendall(line.session.seal(_BY_TCP))
-            return self._add(member, SocketLink(line.sock, line.session, self._receiver, readers=self._readers))
+            return self._add(member, SocketLink(line.sock, line.session, self._receiver, b"", self._readers))
         finally:
             if hub is not None and offer:
                 hub.withdraw(offer)

@@ -38,11 +38,11 @@ from phalanx.system import threads
 
 __all__ = ["Name", "ObjectInfo", "Owned", "RemoteObject", "Table", "local", "make", "objects", "table_of"]
 
-_MAKE, _METHOD, _LEASE = "objects.make", "objects.method", "objects.lease"
+_MAKE, _METHOD, _HOLDS = "objects.make", "objects.method", "objects.holds"
 _OF_METHOD = pickled_parts("object", "function", "args", "kwargs")
 _MAKING = pickled_parts("function", "args", "kwargs", "line", "serial")
 # How soon an owner learns that a process has let go of objects.
-LEASE_S = 0.25
+RELEASE_S = 0.25
 Name = int | tuple[Any, ...]
 
 
@@ -86,12 +86,12 @@ class Table:
         self.held: dict[Member, Counter[Name]] = {}  # how many references this process has, by owner and name
         self.told: dict[Member, set[Name]] = {}  # the holds that the owner knows of
         self.telling: dict[Member, threading.Lock] = {}  # so that two batches for one owner arrive in their order
-        self.unsure: dict[Member, set[Name]] = {}  # of which the owner was told, and did not say that it knows
+        self.unsure: set[Member] = set()  # owners that have not said whether they know
         # References that are no more. Garbage collection adds to it at any instruction, so this must take no lock.
         self.dropped: queue.SimpleQueue[tuple[Member, Name] | None] = queue.SimpleQueue()
         self.hurry = threading.Event()  # owners are told at once from now on
         self.gone: set[int] = set()  # incarnations: what one of them said last may be read after its end
-        self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-leases", daemon=True)
+        self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-objects", daemon=True)
         threads.start(self.thread)
 
     def add(self, owned: Owned) -> int:
@@ -144,12 +144,11 @@ class Table:
             telling = self.telling.setdefault(owner, threading.Lock())
         with telling:
             with self.lock:
-                told = self.told.setdefault(owner, set())
+                told, held = self.told.setdefault(owner, set()), set(self.held.get(owner, ()))
                 if number in told and owner not in self.unsure:
                     return
-                held = set(self.held.get(owner, ()))
-                unsure = self.unsure.pop(owner, set())
-                begun, ended = list(held - (told - unsure)), list((told | unsure) - held)
+                begun = list(held if owner in self.unsure else held - told)
+                ended = list(told - held)
                 if not begun and not ended:
                     return
                 self.told[owner] = held
@@ -157,10 +156,12 @@ class Table:
                 self.note(self.agent.me, begun, ended)
                 return
             try:
-                self.agent.request(owner, _LEASE, (begun, ended), asked="to note who holds its objects").wait()
+                self.agent.request(owner, _HOLDS, (begun, ended), asked="to note who holds its objects").wait()
+                self.unsure.discard(owner)
             except CallTimeout:  # it is slow, and may have taken this note or not: the next one says it again
                 with self.lock:
-                    self.unsure.setdefault(owner, set()).update(begun, ended)
+                    self.told[owner] = self.told.get(owner, set()) | told
+                    self.unsure.add(owner)
             except Exception:  # the owner is gone, and its objects with it
                 self._forget_owner(owner)
 
@@ -200,12 +201,13 @@ class Table:
 
     def _forget_owner(self, owner: Member) -> None:
         with self.lock:
-            for table in (self.held, self.told, self.unsure, self.telling):
+            for table in (self.held, self.told, self.telling):
                 table.pop(owner, None)
+            self.unsure.discard(owner)
 
     def _let_go(self) -> None:
         while (dropped := self.dropped.get()) is not None:
-            self.hurry.wait(LEASE_S)
+            self.hurry.wait(RELEASE_S)
             owners = set()
             while dropped is not None:
                 if self._is_last(*dropped):
@@ -449,7 +451,7 @@ def _method_of(value: tuple[Any, ...]) -> Callable[..., Any]:
     return method
 
 
-def _on_lease(incoming: Incoming, holds: tuple[list[Name], list[Name]]) -> None:
+def _on_holds(incoming: Incoming, holds: tuple[list[Name], list[Name]]) -> None:
     _table().note(incoming.peer, *holds)
 
 
@@ -457,7 +459,7 @@ def _equip(agent: Agent) -> None:
     _tables[agent] = table = Table(agent)
     requests.serve(agent, _MAKE, _on_make, operator.itemgetter(0))
     requests.serve(agent, _METHOD, _on_method, _method_of)
-    agent.serve(_LEASE, _on_lease, quick=True)
+    agent.serve(_HOLDS, _on_holds, quick=True)
     agent.on_change(lambda member, _: table.forget(member))
 
     def end() -> None:

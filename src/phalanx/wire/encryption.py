@@ -79,14 +79,14 @@ class EncryptedSession(Session):
         cipher, nonce = self._sealing.at(number)
         return [clear, cipher.encrypt(nonce, secret, clear)]
 
-    def opened(self, message: memoryview, tag: memoryview, clear_nbytes: int, *, sha: bool = False) -> memoryview:
-        clear = bytes(message[:clear_nbytes])
-        return memoryview(clear + self._open(clear, message[clear_nbytes:], tag))
+    def opened(self, message: bytes, tag: bytes, clear_nbytes: int, *, sha: bool = False) -> bytes:
+        clear = message[:clear_nbytes]
+        return clear + self._open(clear, message[clear_nbytes:], tag)
 
     def open_in_place(self, tag: bytes, clear: bytes, secret: memoryview, *, sha: bool = False) -> None:
         secret[:] = self._open(clear, secret, tag)
 
-    def _open(self, clear: bytes, secret: memoryview, tag: bytes | memoryview) -> bytes:
+    def _open(self, clear: bytes, secret: bytes | memoryview, tag: bytes) -> bytes:
         cipher, nonce = self._opening.at(self.received)
         try:
             opened = cipher.decrypt(nonce, b"".join((secret, tag)), clear)

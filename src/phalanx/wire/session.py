@@ -29,7 +29,7 @@ class Session:
 
     Attributes:
         outgoing_person, incoming_person: what else BLAKE2b takes for each direction.
-        sent, received: how many messages there have been; whoever computes a digest elsewhere counts its message here.
+        sent, received: how many messages there have been.
     """
 
     encrypts = False  # whether others cannot read what goes by sealed()
@@ -88,7 +88,7 @@ class Session:
         """
         return [*parts, self.digest(*parts, sha=sha)]
 
-    def opened(self, message: memoryview, tag: memoryview, clear_nbytes: int, *, sha: bool = False) -> memoryview:
+    def opened(self, message: bytes, tag: bytes, clear_nbytes: int, *, sha: bool = False) -> bytes:
         """Return the next message, of which ``message`` and ``tag`` have come; raise Malformed if it is not that."""
         self.check_parts(tag, message, sha=sha)
         return message

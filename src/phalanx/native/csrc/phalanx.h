@@ -13,7 +13,7 @@
  *   segment      the shared memory of a group, and its state: who is there, why it broke, which calls match
  *   collectives  chunks, waits, the kernels that combine numbers, and a file for each collective
  *   messages     the mail of a rank, and what moves it: rings inside a host, connections to others
- *   rpc          links between two workers, over shared memory or a TCP connection
+ *   rpc          links between two workers over shared memory
  *   mpi          the end of MPI with its process
  *
  * Nothing here knows Python or torch. Of Python's files only native/core.py knows these signatures; it compares PHX_ABI

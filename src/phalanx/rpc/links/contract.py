@@ -156,7 +156,7 @@ class Link(ABC):
 
         Raises:
             LinkEnded: the link has ended.
-            TimeoutError: the other process took nothing for ``timeout_s`` seconds. The message will not arrive.
+            TimeoutError: the other process has not made room in ``timeout_s`` seconds. The message will not arrive.
             EncodingError: the other process would refuse it; nothing of it was sent.
         """
 

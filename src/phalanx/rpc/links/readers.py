@@ -60,13 +60,13 @@ class Armed:
 
     Attributes:
         arm: has a thread woken when something comes, or has come.
-        arm_both: has a thread woken also when something may be sent.
+        arm_now: has a thread woken at once.
         disarm: has no thread woken, because the caller reads the connection and will arm it again.
     """
 
     def __init__(self, epoll: int, descriptor: int) -> None:
         self._events = [_Event(events, descriptor) for events in (_ARMED, _ARMED | select.EPOLLOUT, _DISARMED)]
-        self.arm, self.arm_both, self.disarm = (
+        self.arm, self.arm_now, self.disarm = (
             partial(_control, epoll, _MODIFY, descriptor, ctypes.byref(event)) for event in self._events
         )
 

@@ -39,7 +39,6 @@ from phalanx.rpc.links.contract import (
     encode_service,
 )
 from phalanx.system.processes import state_of
-from phalanx.system.threads import AwakeClock
 from phalanx.words import tell
 
 __all__ = ["Box", "Damaged", "SharedHub", "SharedLink", "pack", "received"]
@@ -50,6 +49,7 @@ MOST_THREADS = 256  # a limit on mistakes, such as calls that go to and fro for 
 _COOKIE_BYTES = 16
 _SMALL_LANE, _BULK_LANE = 0, 1  # enum phx_rpc_lane
 _HERE = "this process has closed it"
+_TAKES_NOTHING = "the other process takes nothing"
 _PEER_LEFT = 2  # in the list below
 _WHY = (  # enum phx_rpc_end
     "",
@@ -200,37 +200,6 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
 # -- links -----------------------------------------------------------------------------------------
 
 
-class _Patience:
-    """Waits until the other process takes something from a lane, and gives up when it has taken nothing for long."""
-
-    def __init__(self, link: SharedLink, lane: int, timeout_s: float) -> None:
-        self._link, self._lane, self._timeout_s = link, lane, timeout_s
-        self._clock = AwakeClock()
-        self._since = 0.0
-        self._taken = -1
-        self.look()
-
-    def look(self) -> None:
-        """Note what has been taken; before each attempt to send."""
-        taken = self._link._core.phx_rpc_taken(self._link._handle, self._lane)
-        if taken != self._taken:
-            self._taken, self._since = taken, self._clock.now()
-
-    def check(self) -> None:
-        """Raise TimeoutError if it has been too long."""
-        if self._clock.now() - self._since >= self._timeout_s:
-            raise TimeoutError(f"the other process has taken nothing for {self._timeout_s:g} s")
-
-    def wait(self) -> None:
-        """Wait a little after an attempt for which there was no room.
-
-        Raises:
-            TimeoutError: it has been too long.
-        """
-        self.check()
-        self._link._core.phx_rpc_wait_room(self._link._handle, self._lane, self._taken)
-
-
 class SharedLink(Link):
     """A way through shared memory; made by :class:`SharedHub`."""
 
@@ -264,22 +233,17 @@ class SharedLink(Link):
         """See :class:`Link`."""
         image = pack(message, self.SMALL_BYTES)
         if image is None:
-            self._send_large(message, timeout_s)
-        elif status := self._send(self._handle, image, len(image)):
-            patience = _Patience(self, _SMALL_LANE, timeout_s)
-            while status == Status.UNDER_WAY:
-                patience.look()
-                if status := self._send(self._handle, image, len(image)):
-                    patience.wait()
-            if status:
-                raise self._lost()
+            self._send_large(message, time.monotonic() + timeout_s)
+        elif self._send(self._handle, image, len(image)):
+            attempt = partial(self._send, self._handle, image, len(image))
+            self._put(attempt, _SMALL_LANE, time.monotonic() + timeout_s)
 
-    def _send_large(self, message: Message, timeout_s: float) -> None:
+    def _send_large(self, message: Message, until: float) -> None:
         self.check(message)
         if isinstance(message.buffers, SentToMany):
             shared = message.buffers.copy_of(self._hub, partial(self._hub._share, message), self._hub._unshare)
             lend = partial(self._core.phx_rpc_lend, self._handle, shared, message.call)
-            if shared and self._post(lend, timeout_s) != Status.BAD_ARGUMENT:
+            if shared and self._post(lend, until) != Status.BAD_ARGUMENT:
                 return
         placed = c_uint64()
         *where, owners = pieces(message)
@@ -289,7 +253,7 @@ class SharedLink(Link):
                 attempt = partial(self._core.phx_rpc_post, self._handle, placed)
             else:
                 attempt = partial(self._core.phx_rpc_stream, self._handle, *where, c_uint64())
-            if self._post(attempt, timeout_s) != Status.OK:
+            if self._post(attempt, until) != Status.OK:
                 raise self._lost()
         except BaseException:
             # Unless it has been posted: a signal's handler may raise as soon as the core has done so.
@@ -299,24 +263,27 @@ class SharedLink(Link):
         finally:
             del owners
 
-    def _post(self, attempt: Callable[[], int], timeout_s: float) -> int:
-        """Call ``attempt``, which puts records into the bulk lane, until it has: its status."""
-        patience = _Patience(self, _BULK_LANE, timeout_s)
-        while not self._bulk.acquire(timeout=0.05):
-            patience.look()
-            patience.check()
+    def _post(self, attempt: Callable[[], int], until: float) -> int:
+        """:meth:`_put` into the bulk lane."""
+        if not self._bulk.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
+            raise TimeoutError(_TAKES_NOTHING)
         try:
-            while True:
-                patience.look()
-                status = attempt()
-                if status != Status.UNDER_WAY:
-                    break
-                patience.wait()
+            return self._put(attempt, _BULK_LANE, until)
         finally:
             self._bulk.release()
-        if status not in (Status.OK, Status.BAD_ARGUMENT):
-            raise self._lost()
-        return status
+
+    def _put(self, attempt: Callable[[], int], lane: int, until: float) -> int:
+        """Call ``attempt``, which puts a message into a lane, until there was room for it; return its status."""
+        while True:
+            taken = self._core.phx_rpc_taken(self._handle, lane)
+            status = attempt()
+            if status in (Status.OK, Status.BAD_ARGUMENT):
+                return status
+            if status != Status.UNDER_WAY:
+                raise self._lost()
+            if time.monotonic() >= until:
+                raise TimeoutError(_TAKES_NOTHING)
+            self._core.phx_rpc_wait_room(self._handle, lane, taken)
 
     def _lost(self) -> LinkEnded:
         if os.getpid() != self._hub._pid:

@@ -2,7 +2,7 @@
 
 **Writing.** The sender writes to the socket itself, holding ``_writing`` for one frame. The kernel is given little at a
 time (TCP_NOTSENT_LOWAT), so that a small message never waits behind more than that, and a piece, of a large one. What
-does not fit in the sender's time is written by the next sender, or by a thread that the epoll wakes when there is room.
+does not fit in the sender's time is written by the next sender.
 
 **Reading.** One thread at a time reads: the one that holds ``_reading``. A caller that waits for an answer takes it and
 reads the socket itself (:meth:`SocketLink.wait`), so an answer wakes the thread that needs it and no other. While it
@@ -17,7 +17,7 @@ knows then how much of it has gone. The thread that reads tells of the end after
 field          written by                          read by             guard
 =============  ==================================  ==================  =======================
 ``over``       the thread that ends the link       all                 ``_ending``; set once
-``_unsent``    who writes                          who writes, reads   ``_writing``
+``_unsent``    who writes                          who writes          ``_writing``
 ``_came``      who reads                           who reads           ``_reading``
 ``_reader``    who reads                           all                 ``_reading``; one word
 =============  ==================================  ==================  =======================
@@ -28,26 +28,20 @@ Locks are taken in the order ``_large``, ``_reading``, ``_writing``.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import math
-import os
 import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from ctypes import Structure, addressof, c_int32, c_uint32, c_uint64, c_void_p
-from functools import partial
 
-from phalanx.native.core import rpc
 from phalanx.rpc.links import frames
 from phalanx.rpc.links.contract import Kind, Link, LinkEnded, Message, Receiver
-from phalanx.rpc.links.frames import Assembler, layout_of, pieces_of
+from phalanx.rpc.links.frames import Assembler, large_frame, pieces_of, small_frame
 from phalanx.rpc.links.readers import Armed, Readers
 from phalanx.wire.framing import Malformed
-from phalanx.wire.session import TAG_BYTES, Session, sha_is_quicker
+from phalanx.wire.session import Session, sha_is_quicker
 from phalanx.wire.sockets import SILENT_S, Acknowledged, KeepAlive
 
 __all__ = ["END_S", "KEEP_ALIVE", "SocketLink"]
@@ -64,65 +58,8 @@ _HASHED_BYTES = 1 << 13
 _SLICE_MS = 50
 _AT_ONCE = 32  # how often a thread goes on reading one connection before it looks at the others
 _TCP_NOTSENT_LOWAT = 25
-_BLOCK_BYTES = 1 << 14
-_WHOLE = 1 << 32  # PHX_RPC_WHOLE
+_DROPPED, _LEAVES = (frames.PREFIX.pack(1, kind) for kind in (frames.DROP, frames.END))
 _TAKES_NOTHING = "the other process takes nothing"
-
-
-class _CoreEndpoint(Structure):
-    """``struct phx_rpc_endpoint``."""
-
-    _fields_ = [
-        ("data", c_void_p),
-        ("size", c_uint32),
-        ("came", c_uint32),
-        ("descriptor", c_int32),
-        ("outgoing", c_uint64 * 8),
-        ("incoming", c_uint64 * 8),
-    ]
-
-
-class _Endpoint:
-    """One end of a connection in the core (``native/csrc/rpc/socket.c``): a small message is one call there each way.
-
-    It serves one thread at a time that receives, and one that sends. A thread that waits sleeps at once. Watching the
-    connection first made an empty call 10 to 20 us quicker while other programs left the cores alone, and many times
-    slower while they did not.
-
-    Args:
-        descriptor: of the connection.
-        session: the digests of its frames.
-
-    Attributes:
-        send: sends a frame with its digest as far as the kernel takes it at once: ``send(number, frame, len(frame))``.
-            It returns how many bytes the kernel took, or a number of errno, negative.
-        wait: receives what has come, or comes soon: ``wait(sleep_ms, number)``. What has come stays here until
-            :meth:`take`, also if a signal interrupts the caller. It returns how many bytes there are, with ``WHOLE`` if
-            they are one small frame with the digest of that number; 0 at the end of the connection; a number of errno,
-            negative: EAGAIN if nothing has come.
-        look: the same for a thread that does not sleep, and keeps the interpreter's lock.
-    """
-
-    def __init__(self, descriptor: int, session: Session) -> None:
-        self._memory = ctypes.create_string_buffer(_BLOCK_BYTES)
-        self._view = memoryview(self._memory).cast("B")
-        self._endpoint = _CoreEndpoint(addressof(self._memory), _BLOCK_BYTES, 0, descriptor)
-        address, core = addressof(self._endpoint), rpc()
-        persons = session.outgoing_person, session.incoming_person
-        core.phx_rpc_endpoint_key(address, session.key, len(session.key), *persons)
-        self.send: Callable[[int, bytes, int], int] = partial(core.phx_rpc_write, address)
-        self.wait: Callable[[int, int], int] = partial(core.phx_rpc_receive, address)
-        self.look: Callable[[int, int], int] = partial(rpc(holding=True).phx_rpc_receive, address)
-
-    def take(self, nbytes: int) -> bytes:
-        """Return what has come, or its beginning; the rest of it is dropped."""
-        data = bytes(self._view[:nbytes])
-        self._endpoint.came = 0
-        return data
-
-    def has_come(self) -> bool:
-        """Return whether something has come and was not taken, because a signal interrupted the caller."""
-        return bool(self._endpoint.came)
 
 
 class SocketLink(Link):
@@ -133,7 +70,7 @@ class SocketLink(Link):
         session: the digests of its messages.
         receiver: takes what comes.
         rest: bytes that came with the handshake.
-        readers: the threads that read it while no caller does. Without them, somebody calls :meth:`read`.
+        readers: the threads that read it while no caller does.
 
     Attributes:
         sock: the connection.
@@ -141,7 +78,6 @@ class SocketLink(Link):
     """
 
     name = "tcp"
-    LONGEST_HEAD = frames.LONGEST_FRAME // 2
     MOST_BUFFERS = frames.MOST_BUFFERS
 
     def __init__(
@@ -149,8 +85,8 @@ class SocketLink(Link):
         sock: socket.socket,
         session: Session,
         receiver: Receiver,
-        rest: bytes | bytearray = b"",
-        readers: Readers | None = None,
+        rest: bytes | bytearray,
+        readers: Readers,
     ) -> None:
         self.sock = sock
         self.over = ""
@@ -158,8 +94,7 @@ class SocketLink(Link):
         self._receiver = receiver
         self._readers = readers
         self._armed: Armed | None = None
-        self._assembler = Assembler(session, rest)
-        self._endpoint = _Endpoint(sock.fileno(), session)
+        self._assembler = Assembler(sock, session, rest)
         self._host = Acknowledged(sock)
         self._silent_s = 0.0
         self._ending = threading.Lock()
@@ -169,9 +104,7 @@ class SocketLink(Link):
         self._reader = 0  # which thread reads
         self._within = False  # that thread is between the socket and the receiver
         self._came: deque[Message] = deque()  # received, and not delivered yet
-        self._unsent = b""  # the rest of a frame whose sender's time was over
-        self._known = True  # how much of the last frame was sent
-        self._quick_bytes = 0 if session.encrypts else _HASHED_BYTES  # of small frames, which the core sends
+        self._unsent: bytes | None = b""  # the rest of a frame whose sender's time was over; None while one is sent
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
@@ -195,7 +128,7 @@ class SocketLink(Link):
         if (len(message.head) if few else message.nbytes) <= self.SMALL_BYTES:
             if not few:
                 self.check(message)
-            self._write_small(frames.small_frame(message), until)
+            self._write([small_frame(message)], until, frames.SMALL)
             return
         self.check(message)
         if self._reads():
@@ -205,124 +138,73 @@ class SocketLink(Link):
     def _send_large(self, message: Message, until: float, timeout_s: float) -> None:
         if not self._large.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX))):
             raise TimeoutError(f"another large message has been on its way for {timeout_s:g} s")
+        parts = [memoryview(message.head), *message.buffers]
         try:
-            self._write([layout_of(message).encode() + message.head], until, frames.LARGE)
+            self._write([large_frame(message, [part.nbytes for part in parts])], until, frames.LARGE)
             try:
-                for piece in pieces_of(message.buffers):
+                for piece in pieces_of(parts):
                     hashed = len(piece) >= _HASHED_BYTES and not self._session.encrypts and sha_is_quicker()
-                    self._write([piece], until, frames.HASHED if hashed else frames.PIECE)
+                    kind = frames.HASHED if hashed else frames.PIECE
+                    self._write([frames.PREFIX.pack(1 + len(piece), kind), piece], until, kind)
             except (TimeoutError, KeyboardInterrupt):
-                self._write([], time.monotonic() + _DROP_S, frames.DROP)
+                self._write([_DROPPED], time.monotonic() + _DROP_S, frames.DROP)
                 raise
         finally:
             self._large.release()
 
-    def _write_small(self, frame: bytes, until: float) -> None:
-        """:meth:`_write` for a small message; in one step if nothing is in its way."""
-        if not self._writing.acquire(False):
-            self._write([frame], until)
-            return
-        try:
-            if self._unsent or self.over or len(frame) >= self._quick_bytes:
-                self._write_held([frame], until, frames.SMALL)
-                return
-            self._known = False
-            sent = self._endpoint.send(self._session.sent, frame, len(frame))
-            if sent == len(frame) + TAG_BYTES:
-                self._session.sent += 1
-            elif sent >= 0 or sent == -errno.EAGAIN:
-                self._finish(_behind(max(sent, 0), [frame, self._session.digest(frame)]), until)
-            else:
-                raise self._broken(os.strerror(-sent))
-            self._known = True
-        except (LinkEnded, TimeoutError):
-            self._known = True
-            raise
-        finally:
-            self._end_frame()
-
-    def _write(self, parts: list[bytes | memoryview], until: float, kind: int = frames.SMALL) -> None:
-        """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing.
-
-        Args:
-            parts: what it has behind its prefix; a small message has its prefix already.
-            until: when its time is over.
-            kind: what frame it is.
-        """
-        if kind != frames.SMALL:
-            parts.insert(0, frames.PREFIX.pack(1 + sum(map(len, parts)), kind))
+    def _write(self, parts: list[bytes | memoryview], until: float, kind: int) -> None:
+        """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing."""
         if not self._writing.acquire(False) and not self._writing.acquire(
             timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
         ):
             raise TimeoutError(_TAKES_NOTHING)
         try:
-            self._write_held(parts, until, kind)
-        except (LinkEnded, TimeoutError):
-            self._known = True
-            raise
-        finally:
-            self._end_frame()
-
-    def _write_held(self, parts: list[bytes | memoryview], until: float, kind: int) -> None:
-        """:meth:`_write`, holding ``_writing``."""
-        if self.over:
-            raise LinkEnded(self.over)
-        sha = kind == frames.HASHED
-        if self._unsent and not self._finish([memoryview(self._unsent)], until):
-            if kind != frames.DROP:
+            if self.over:
+                raise LinkEnded(self.over)
+            if self._unsent:
+                self._push([self._unsent], until)
+            unsent, self._unsent = self._unsent, None
+            if unsent and kind != frames.DROP:
+                self._unsent = unsent
                 raise TimeoutError(_TAKES_NOTHING)
-            self._unsent += b"".join(self._session.sealed(parts, frames.PREFIX.size))
-            return
-        self._known = False
-        few = len(parts) < 2
-        sealed = self._session.sealed(parts, frames.PREFIX.size, sha=sha)
-        self._finish([memoryview(b"".join(sealed))] if few else [memoryview(part) for part in sealed], until)
-        self._known = True
+            sealed = self._session.sealed(parts, frames.PREFIX.size, sha=kind == frames.HASHED)
+            if unsent:
+                self._unsent = b"".join((unsent, *sealed))
+            else:
+                self._push(sealed, until)
+        finally:
+            if self._unsent is None:  # a signal has come between two steps: nobody knows how much of a frame was sent
+                with contextlib.suppress(OSError):
+                    self.sock.shutdown(socket.SHUT_RDWR)
+            self._writing.release()
+            if self.over:
+                self._close_socket()
 
-    def _end_frame(self) -> None:
-        if not self._known:  # a signal has come between two steps: nobody knows how much of a frame was sent
-            self._known = True
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
-        self._stop_writing()
+    def _push(self, rest: Sequence[bytes | memoryview], until: float) -> None:
+        """Write a frame, or its rest, as far as the time allows; what is left is kept."""
+        self._unsent = None
+        while rest := _behind(self._try_to_send(rest), rest):
+            try:
+                left = until - time.monotonic()
+                writable = left > 0 and self._writable.poll(min(left, 3600) * 1000)
+            except BaseException:  # a signal has come while it waited: what is unsent is known
+                self._unsent = b"".join(rest)
+                raise
+            if not writable:
+                self._unsent = b"".join(rest)
+                return
+        self._unsent = b""
 
-    def _stop_writing(self) -> None:
-        self._writing.release()
-        if self.over:
-            self._close_socket()
-        elif self._unsent and self._armed is not None:
-            self._armed.arm_both()
-
-    def _try_to_send(self, parts: Sequence[memoryview]) -> int:
+    def _try_to_send(self, parts: Sequence[bytes | memoryview]) -> int:
         """Return how many bytes of these the kernel takes."""
-        if self.over:
-            raise LinkEnded(self.over)
         try:
-            return self.sock.sendmsg(parts) if len(parts) > 1 else self.sock.send(parts[0])
+            return self.sock.sendmsg(parts)
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise self._broken(str(error.strerror)) from error
-
-    def _broken(self, why: str) -> LinkEnded:
-        # The thread that reads learns of it as well, after it has read what had come before.
-        return LinkEnded(self.over or f"the connection has ended: {why}")
-
-    def _finish(self, rest: list[memoryview], until: float) -> bool:
-        """Write a frame, or its rest, as far as the time allows; what is left is kept. Whether all was written."""
-        self._known, self._unsent = False, b""
-        while rest := _behind(self._try_to_send(rest), rest):
-            left = until - time.monotonic()
-            try:
-                writable = left > 0 and self._writable.poll(min(left, 3600) * 1000)
-            except BaseException:  # a signal has come while it waited: what is unsent is known
-                self._unsent, self._known = b"".join(rest), True
-                raise
-            if not writable:
-                self._unsent, self._known = b"".join(rest), True
-                return False
-        self._known = True
-        return True
+            # The thread that reads learns of it as well, after it has read what had come before.
+            self._unsent = b""
+            raise LinkEnded(self.over or f"the connection has ended: {error.strerror}") from error
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -331,9 +213,9 @@ class SocketLink(Link):
         self._reading.acquire()
         self._reader = threading.get_ident()
         try:
-            self._take(b"")  # what came with the handshake
+            self._take()  # what came with the handshake
             self._deliver(serving=False)
-            if self._readers is not None and not self.over:
+            if not self.over:
                 self._armed = self._readers.add(self)
         finally:
             self._stop_reading()
@@ -352,64 +234,25 @@ class SocketLink(Link):
                 return
             self._armed.disarm()
             until = time.monotonic() + timeout_s
-            if self._came:  # what a thread has left that was interrupted, or had to send
-                self._deliver(serving=False)
             while self._reader == me and not self.over and not done():
                 left_ms = 1000 * (until - time.monotonic())
                 if left_ms <= 0:
                     break
-                self._send_rest()  # the thread that was woken for it could not, because this one reads
                 self._receive(serving=False, sleep_ms=math.ceil(min(left_ms, _SLICE_MS)))
         finally:
             self._stop_reading()
 
     def ready(self) -> None:
-        """Something has come, or may be sent; a thread of ``readers`` calls this."""
-        request = self._serve(armed=False)
-        while request is not None:
-            others = self._readers.leave()  # type: ignore[union-attr]
-            self._receiver.deliver(self, request, may_block=others)
-            request = self._serve(armed=True)
-
-    def _serve(self, *, armed: bool) -> Message | None:
-        """Deliver what has come. A request that this thread may run is returned, after the reading has been given back.
-
-        Args:
-            armed: the connection is armed again, because this thread has run a request since it read.
-        """
+        """Something has come; a thread of ``readers`` calls this."""
         if not self._reading.acquire(False):
-            return None
+            return
         try:
             self._reader = threading.get_ident()
-            if armed:
-                if self.over or self._armed is None:
-                    return None
-                self._armed.disarm()
-            if self._came:  # what a thread has left that was interrupted, or had to send
-                self._deliver(serving=False)
-            self._send_rest()
-            return self._receive(serving=True)
+            request = self._receive(serving=True)
         finally:
             self._stop_reading()
-
-    def _send_rest(self) -> None:
-        """Send what the kernel had no room for, as far as it has now."""
-        if self._unsent and self._writing.acquire(False):
-            try:
-                if self._unsent:
-                    with contextlib.suppress(LinkEnded):
-                        self._finish([memoryview(self._unsent)], 0.0)
-            finally:
-                self._stop_writing()
-
-    def read(self) -> None:
-        """Read what has come, and deliver the messages in it."""
-        self._reading.acquire()
-        self._reader = threading.get_ident()
-        try:
-            self._receive(serving=False)
-        finally:
-            self._stop_reading()
+        if request is not None:
+            self._receiver.deliver(self, request, may_block=self._readers.leave())
 
     def _stop_reading(self) -> None:
         if not self._reads():
@@ -422,8 +265,7 @@ class SocketLink(Link):
         if self.over:
             self._close_socket()
         elif self._armed is not None:
-            left = self._unsent or self._came or self._endpoint.has_come()
-            self._armed.arm_both() if left else self._armed.arm()
+            self._armed.arm_now() if self._came else self._armed.arm()
 
     def _receive(self, *, serving: bool, sleep_ms: int = 0) -> Message | None:
         """Read what has come, or comes soon, and deliver it, but return a request that this thread may run afterwards.
@@ -432,57 +274,38 @@ class SocketLink(Link):
             serving: there may be such a request.
             sleep_ms: how long to sleep if nothing has come.
         """
-        assembler, endpoint, me = self._assembler, self._endpoint, threading.get_ident()
-        receive = endpoint.wait if sleep_ms else endpoint.look
-        request = None
+        request, me = None, threading.get_ident()
+        if self._came:  # what a thread has left that was interrupted, or had to send
+            self._deliver(serving=False)
+            sleep_ms = 0
         for _ in range(_AT_ONCE):
             if request is not None:
                 self._receiver.deliver(self, request, may_block=False)
                 request = None
-            if self.over or self._reader != me:
+            if self.over or self._reader != me or (sleep_ms and not self._readable.poll(sleep_ms)):
                 break
-            piece = assembler.piece
-            if piece is None:
-                came = receive(sleep_ms, assembler.next_number())
-                more = came == _BLOCK_BYTES
-                self._within = True
-            elif sleep_ms and not self._readable.poll(sleep_ms):
-                break
-            else:
-                self._within = True
-                try:
-                    came, more = assembler.receive(self.sock, piece)
-                except OSError as error:
-                    came, more = -(error.errno or errno.EIO), False
-            if came <= 0:
+            sleep_ms = 0
+            self._within = True
+            try:
+                more = self._assembler.receive()
+            except BlockingIOError:
                 self._within = False
-                if came != -errno.EAGAIN:
-                    self._lose(f"the connection was lost: {os.strerror(-came)}" if came else "")
                 break
-            receive, sleep_ms = endpoint.look, 0
-            if piece is None:
-                self._take(endpoint.take(came - _WHOLE - TAG_BYTES if came > _WHOLE else came), whole=came > _WHOLE)
-            else:
-                self._take(b"")
+            except (EOFError, OSError) as error:
+                self._within = False
+                self._lose(f"the connection was lost: {error.strerror}" if isinstance(error, OSError) else "")
+                break
+            self._take()
             self._within = False
             request = self._deliver(serving=serving)
             if not more:
                 break
         return request
 
-    def _take(self, data: bytes, *, whole: bool = False) -> None:
-        """Take what is complete of what has come.
-
-        Args:
-            data: what has come, but for pieces.
-            whole: it is a small frame whose digest the core has found right.
-        """
+    def _take(self) -> None:
+        """Take what is complete of what has come."""
         try:
-            if whole:
-                self._came.append(self._assembler.take_whole(data))
-            else:
-                self._assembler.feed(data)
-                self._assembler.take(self._came)
+            self._assembler.take(self._came)
         except Malformed as error:
             self._deliver(serving=False)
             self._end(f"what it sent cannot be read: {error}")
@@ -514,7 +337,7 @@ class SocketLink(Link):
         """See :class:`Link`. A peer that takes nothing is waited for until then; for ``END_S`` by default."""
         if not self.over:
             with contextlib.suppress(LinkEnded, TimeoutError):
-                self._write([], time.monotonic() + END_S if until is None else until, frames.END)
+                self._write([_LEAVES], time.monotonic() + END_S if until is None else until, frames.END)
         self._end("this process has closed it")
 
     def _lose(self, why: str) -> None:
@@ -528,8 +351,7 @@ class SocketLink(Link):
             if self.over:
                 return
             self.over = why
-        if self._readers is not None:
-            self._readers.remove(self)
+        self._readers.remove(self)
         with contextlib.suppress(OSError):  # it is gone
             self.sock.shutdown(socket.SHUT_RDWR)  # this wakes whoever reads or writes
         self._close_socket()

@@ -27,8 +27,7 @@
  *             look at all rings after it. While there is one, nobody
  *             is woken
  * alive_ns    the hub's C thread, every   other watchers, relaxed     it stands still: dead, stopped or exec, told apart in
- *             40 to 100 ms, relaxed                                   /proc
- * python_ns   a thread that enters the core from Python, relaxed      as alive_ns
+ *             100 ms, relaxed                                         /proc
  * head        the sender, under a lock,   the receiver, acquire       before: there is no message; after: it is whole
  *             release, after the bytes
  * tail        the receiver under its      the sender, acquire         the ring stays full until the death is noticed
@@ -74,7 +73,7 @@ struct phx_rpc_place {
     uint8_t cookie[16];
     uint64_t slab_bytes;
     _Alignas(PHX_RPC_LINE) _Atomic uint32_t bell, sleepers, spinners;
-    _Alignas(PHX_RPC_LINE) _Atomic uint64_t alive_ns, python_ns;
+    _Alignas(PHX_RPC_LINE) _Atomic uint64_t alive_ns;
 };
 
 struct phx_rpc_ring {

@@ -373,13 +373,8 @@ void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint
     phx_rpc_drop(link);
 }
 
-uint32_t phx_rpc_facts(phx_rpc_link *link, uint64_t *alive_ns, uint64_t *python_ns)
+uint32_t phx_rpc_facts(phx_rpc_link *link)
 {
-    const uint64_t now = phx_now_ns();
-    const uint64_t alive = atomic_load_explicit(&link->peer->alive_ns, memory_order_relaxed);
-    const uint64_t python = atomic_load_explicit(&link->peer->python_ns, memory_order_relaxed);
-    *alive_ns = now > alive ? now - alive : 0;
-    *python_ns = now > python ? now - python : 0;
     return link->pid;
 }
 
@@ -439,20 +434,14 @@ void phx_rpc_collect(struct phx_rpc_loans *loans, int all)
 
 /* -- the thread that watches --------------------------------------------------------------------------------------- */
 
-#define TICK_MS 40
-#define MANY_LINKS 16u
-#define MANY_TICK_MS 100
-/* A place that has shown no life for longer is looked after in /proc, and again after as long. With a pidfd that is
- * only to notice an exec; on a machine that is too busy for the ticks it must not make it busier. */
-#define STALE_NS 90000000ull
-#define STALE_WITH_PIDFD_NS 500000000ull
+#define TICK_MS 100
+#define STALE_NS 500000000ull /* a place that has shown no life for longer is looked after in /proc */
 
 /* A pidfd tells of the end of a process at once. Where there is none, and of an exec, the place's standstill tells. */
 static void look_after(phx_rpc_link *link, uint64_t now)
 {
     const uint64_t alive = atomic_load_explicit(&link->peer->alive_ns, memory_order_relaxed);
-    const uint64_t stale_ns = link->pidfd >= 0 ? STALE_WITH_PIDFD_NS : STALE_NS;
-    if (alive + stale_ns > now || link->looked_ns + stale_ns > now)
+    if (alive + STALE_NS > now || link->looked_ns + STALE_NS > now)
         return;
     link->looked_ns = now;
     const enum phx_sight sight = phx_process_again(link->pid, &link->process);
@@ -474,10 +463,9 @@ static void *watch(void *argument)
             hub->polled[i] = (struct pollfd){.fd = atomic_load(&link->ended) ? -1 : link->pidfd, .events = POLLIN};
         }
         pthread_mutex_unlock(&hub->lock);
-        const long tick_ms = count > MANY_LINKS ? MANY_TICK_MS : TICK_MS;
-        const int ready = poll(hub->polled, count, (int)tick_ms);
+        const int ready = poll(hub->polled, count, TICK_MS);
         if (ready < 0) /* there are more links than the process may have descriptors, or the kernel has no memory */
-            nanosleep(&(struct timespec){.tv_nsec = tick_ms * 1000000}, NULL);
+            nanosleep(&(struct timespec){.tv_nsec = TICK_MS * 1000000}, NULL);
         for (uint32_t i = 0; i < count; i++) {
             phx_rpc_link *link = hub->watched[i];
             if (ready > 0 && hub->polled[i].revents)
@@ -533,7 +521,6 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
         return NULL;
     }
     atomic_store(&hub->place->alive_ns, phx_now_ns());
-    phx_rpc_stamp(hub);
     hub->forks = atomic_load(&phx_rpc_forks);
     hub->cores = phx_usable_cores();
     atomic_store(&hub->refs, 1);

@@ -116,11 +116,6 @@ static inline int phx_rpc_mine(const phx_rpc_hub *hub)
     return hub->forks == atomic_load_explicit(&phx_rpc_forks, memory_order_relaxed);
 }
 
-static inline void phx_rpc_stamp(phx_rpc_hub *hub)
-{
-    atomic_store_explicit(&hub->place->python_ns, phx_now_ns(), memory_order_relaxed);
-}
-
 /* On a bell, threads that serve sleep under bit 0, and one that waits for the answer to a call under a bit of its own.
  */
 #define PHX_RPC_SERVERS 1u

@@ -438,7 +438,6 @@ static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_wai
     const uint64_t begun = phx_now_ns(), nap_ns = self ? PHX_SLICE_NS : PHX_RPC_NAP_NS;
     const uint32_t bits = self ? phx_rpc_bit(self->call) : PHX_RPC_SERVERS;
     _Atomic uint32_t *usual = self ? &hub->answer_ns : &hub->request_ns;
-    atomic_store_explicit(&hub->place->python_ns, begun, memory_order_relaxed);
     for (int last = 0;;) {
         const uint32_t bell = atomic_load_explicit(&hub->place->bell, memory_order_seq_cst);
         pthread_mutex_lock(&hub->lock);

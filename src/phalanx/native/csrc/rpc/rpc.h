@@ -1,6 +1,5 @@
 /* The functions of the core for RPC between processes of one host, called by rpc/links/shared.py. In this folder channel.h
  * is the shared memory, on which stand memory.h and ring.h; on these hub.h, the private side; on that send.c and receive.c.
- * socket.c is the other kind of link, a TCP connection.
  *
  * A *hub* is a process's end of all its *links*; a link goes to one other process. A message is an *image*: one piece of
  * memory that begins with a phx_rpc_image, which is all that the core reads (rpc/links/shared.py has the rest). Images up to
@@ -95,8 +94,8 @@ PHX_API void phx_rpc_drop(phx_rpc_link *link);
 PHX_API uint32_t phx_rpc_why(phx_rpc_link *link);
 /* This process's pid, by which those that accept its offers find it in /proc. */
 PHX_API uint32_t phx_rpc_pid(void);
-/* The other process's pid. The arguments receive how long ago its hub, and its interpreter, last ran. */
-PHX_API uint32_t phx_rpc_facts(phx_rpc_link *link, uint64_t *alive_ns, uint64_t *python_ns);
+/* The other process's pid. */
+PHX_API uint32_t phx_rpc_facts(phx_rpc_link *link);
 
 /* Send a small image without waiting. Returns PHX_OK; PHX_UNDER_WAY if the lane is full, so that the caller tries again
  * after phx_rpc_wait_room(); PHX_PEER_LOST if the link has ended. */
@@ -141,36 +140,5 @@ PHX_API void phx_rpc_answered(phx_rpc_hub *hub);
 PHX_API const void *phx_rpc_answers(phx_rpc_hub *hub);
 /* Give a large image back, by what its box said of it. */
 PHX_API void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint64_t where, uint64_t nbytes);
-
-/* -- TCP connections: rpc/links/socket.py -------------------------------------------------------------------------- */
-
-#define PHX_TAG_BYTES 16u /* of a frame's digest */
-
-/* A keyed digest, as Python's hashlib computes it. Nobody writes it after it has its key, so any threads may use it. */
-struct phx_blake2b {
-    uint64_t state[8];
-};
-
-/* One end of a connection. `data` and `came` belong to the thread that reads. */
-struct phx_rpc_endpoint {
-    void *data;    /* room for `size` bytes */
-    uint32_t size;
-    uint32_t came; /* how many were received and not taken yet; Python writes 0 when it has taken them */
-    int32_t descriptor;
-    struct phx_blake2b outgoing, incoming;
-};
-
-#define PHX_RPC_WHOLE (1ll << 32)
-
-/* Set the keys of the frames' digests: at most 64 bytes, and each person's at most 16 and a 0. */
-PHX_API void phx_rpc_endpoint_key(struct phx_rpc_endpoint *endpoint, const uint8_t *key, uint32_t key_bytes,
-                                  const char *outgoing, const char *incoming);
-/* Send a frame, which is message `number` of the session, with its digest behind it, as far as the kernel takes it at
- * once. Returns how many bytes it took, or -errno. */
-PHX_API int64_t phx_rpc_write(struct phx_rpc_endpoint *endpoint, uint64_t number, const uint8_t *frame, uint64_t nbytes);
-/* Receive what has come, or comes within `sleep_ms` milliseconds; a signal ends the wait. Returns how many bytes are
- * in `data` now, among them those that were there before, with PHX_RPC_WHOLE if they are one small frame, and message
- * `number` of the session; 0 at the end of the connection; or -errno: -EAGAIN if there was nothing. */
-PHX_API int64_t phx_rpc_receive(struct phx_rpc_endpoint *endpoint, int sleep_ms, uint64_t number);
 
 #endif
