@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -120,9 +120,9 @@ class Agent:
         """Return all living workers, by rank and name."""
         return self._members.all()
 
-    def ranks_seen(self) -> set[int]:
-        """Return the ranks of all workers that have ever come, though some may have gone since."""
-        return self._members.ranks_seen()
+    def late_ranks(self, size: int) -> list[int]:
+        """Return the ranks of a world of this size that this one still has to meet."""
+        return self._members.late(self.me, size)
 
     def say_done(self) -> None:
         """Tell the others that this worker needs them no more, and is there until they need it no more."""
@@ -159,10 +159,6 @@ class Agent:
                 self._watchers.remove(callback)
 
         return forget
-
-    def arrivals(self, known: Collection[int]) -> list[Member]:
-        """Return the workers that the directory has beside those with these numbers, and that have not gone."""
-        return self._members.beside(known)
 
     def known_gone(self) -> list[Member]:
         """Return the workers of which this process knows that they are no more; the store is not asked."""

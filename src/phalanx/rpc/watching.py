@@ -23,9 +23,6 @@ from phalanx.wrong_arguments import require
 __all__ = ["Watch", "describe", "watch", "workers"]
 
 LOOK_S = 0.25  # the pause between two looks
-# How long a link to a worker may take to make before others are looked at.
-_REACH_S = 2.0
-
 Callback = Callable[[Member, str], None]
 
 
@@ -105,7 +102,9 @@ class Watch:
                 self._note_end(*change)
 
     def _look(self) -> None:
-        for member in self._agent.arrivals(self._there.keys() | self._over):
+        for member in self._agent.members():
+            if member.incarnation in self._there or member.incarnation in self._over:
+                continue
             if not self._is_watched(member):
                 self._over.add(member.incarnation)
             elif not self._stopped:
@@ -114,7 +113,7 @@ class Watch:
         for member in list(self._there.values()):
             if self._stopped:
                 return
-            if (departure := self._agent.reach(member, _REACH_S)) is not None:
+            if (departure := self._agent.reach(member, session.REACH_S)) is not None:
                 self._note_end(member, "left" if departure.left else "lost")
 
     def _is_watched(self, member: Member) -> bool:
