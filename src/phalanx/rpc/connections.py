@@ -5,6 +5,9 @@ has the same host name. The other one accepts the offer if it can attach that me
 host. The first one attaches the other's in turn, and says whether it could. If it could, the connection has done its
 work and is closed; otherwise it is the link, and the threads of ``links/readers.py`` read it.
 
+Two workers have one link. If both dial at the same time, the one with the lower incarnation says that it is busy, and
+the other one's next attempt finds the link.
+
 If this worker encrypts, claim and verdict also carry the public keys of the two ends (``wire/encryption.py``). A worker
 that encrypts and one that does not refuse each other.
 """
@@ -18,6 +21,8 @@ import selectors
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -53,6 +58,7 @@ _CHOICE_BYTES = len(_BY_TCP) + TAG_BYTES
 # dialled again, and then nothing listens there, unless another worker has come to its address.
 _MOST_DIALS = 4
 _AGAIN_S = 0.05
+_BUSY_S = 0.005
 _CLOSED = "this worker has been closed"
 
 
@@ -105,6 +111,7 @@ class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     Attributes:
         incarnation: its own, if it was asked who listens.
         refused: why it does not talk to the caller; empty if it does.
+        busy: it makes a link to the caller itself.
         encrypts: whether it does, if the caller does not do alike.
         shared: it has accepted the offer.
         exchange: its public key; empty if it does not encrypt.
@@ -112,6 +119,7 @@ class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     incarnation: int = 0
     refused: str = ""
+    busy: bool = False
     encrypts: bool | None = None
     shared: bool = False
     exchange: str = ""
@@ -120,6 +128,29 @@ class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 _encode = msgspec.json.Encoder().encode
 _NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)
 _claims, _verdicts = msgspec.json.Decoder(Claim), msgspec.json.Decoder(Verdict)
+
+
+@dataclass(eq=False)
+class _Answered:
+    """A worker that has dialled and been answered, and has not said yet by what it goes.
+
+    Attributes:
+        shared: memory that was offered and accepted, until it is the link.
+        holds: the lock of the peer is held for it.
+    """
+
+    peer: Peer
+    arrival: Arrival
+    session: Session
+    shared: SharedLink | None
+    holds: bool
+
+    def close(self) -> None:
+        """End what has not become the link."""
+        if self.shared is not None:
+            self.shared.close()
+        if self.holds:
+            self.peer.connecting.release()
 
 
 class Connections:
@@ -150,9 +181,10 @@ class Connections:
         self._members, self._receiver, self._found_gone = members, receiver, found_gone
         self._key, self._encrypt = key, encrypt
         self._me: Member | None = None
-        self._lock = threading.Lock()  # guards the next two, and the links of peers
+        self._lock = threading.Lock()  # guards the next two, and the link of each peer
         self._closed = False
         self._peers: dict[int, Peer] = {}
+        self._answered: set[_Answered] = set()  # of the thread, and of close() once that has ended
         listener = listen(address, 0)
         self.port: int = listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -173,7 +205,7 @@ class Connections:
     def start(self, me: Member) -> None:
         """Accept connections from now on, as this worker."""
         self._me = me
-        self._enter(me, OwnLink(self._receiver))
+        self._enter(self.peer(me), OwnLink(self._receiver))
         start(self._thread)
 
     def peers(self) -> list[Peer]:
@@ -196,7 +228,7 @@ class Connections:
     def link_now(self, member: Member) -> Link | None:
         """Return the link to a worker, if there is one."""
         peer = self._peers.get(member.incarnation)
-        return peer.links[0] if peer is not None and peer.links else None
+        return peer.link if peer is not None else None
 
     def link_to(self, peer: Peer, until: float) -> Link:
         """Return the link to a peer, which is made if there is none.
@@ -209,48 +241,49 @@ class Connections:
             Unreached: it is gone, or cannot be reached.
             TimeoutError: it took too long.
         """
-        if peer.links:
-            return peer.links[0]
-        if self._closed:
-            raise LinkEnded(_CLOSED)
-        if not peer.dialling.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
+        if (link := peer.link) is not None:
+            return link
+        if not peer.connecting.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
             raise TimeoutError
         try:
             closed = 0
             while True:
-                if links := peer.links:
-                    return links[0]
+                if (link := peer.link) is not None:
+                    return link
+                if self._closed:
+                    raise LinkEnded(_CLOSED)
                 if (departure := self._members.gone(peer.member)) is not None:
                     raise LinkEnded(departure.why)
+                if time.monotonic() >= until:
+                    raise TimeoutError
                 try:
-                    return self._dial(peer.member, until)
+                    if (link := self._dial(peer, until)) is not None:
+                        return link
+                    time.sleep(_BUSY_S)
                 except NoAnswer:
-                    if time.monotonic() >= until or self._closed:
-                        raise
+                    pass  # it is stopped or busy
                 except ConnectionError:
                     closed += 1
-                    if closed == _MOST_DIALS or time.monotonic() + _AGAIN_S >= until or self._closed:
+                    if closed == _MOST_DIALS:
                         raise
                     time.sleep(_AGAIN_S)
         finally:
-            peer.dialling.release()
+            peer.connecting.release()
 
     def drop(self, peer: Peer) -> None:
         """Forget a peer that could not be reached, unless something else goes on with it."""
         with self._lock:
-            if not peer.links and not peer.calls and self._peers.get(peer.member.incarnation) is peer:
+            idle = peer.link is None and not peer.calls and not peer.connecting.locked()
+            if idle and self._peers.get(peer.member.incarnation) is peer:
                 del self._peers[peer.member.incarnation]
 
     def ended(self, link: Link) -> Peer | None:
-        """Forget a link that has ended, and return who is gone with it; None if another link there goes on."""
+        """Forget a link that has ended, and return who is gone with it; None for one that was never used."""
         with self._lock:
             peer, link.peer = link.peer, None
-            if peer is None:
-                return None
-            peer.links = tuple(other for other in peer.links if other is not link)
-            if peer.links:  # both had dialled, and that link goes on
-                return None
-            self._peers.pop(peer.member.incarnation, None)
+            if peer is not None:
+                peer.link = None
+                self._peers.pop(peer.member.incarnation, None)
         return peer
 
     def is_there(self, member: Member) -> bool:
@@ -269,28 +302,28 @@ class Connections:
         until = time.monotonic() + END_S  # for all peers that take nothing, such as those that are stopped, together
         for link in self._links():
             link.close(until) if isinstance(link, SocketLink) else link.close()
+        self._stop_listening()
         hub, self._hub = self._hub, None  # its memory is unmapped when its last thread and tensor have gone
         if hub is not None:
             hub.close()
-        self._stop_listening()
 
     def _links(self) -> list[Link]:
-        return [link for peer in self.peers() for link in peer.links]
+        return [link for peer in self.peers() if (link := peer.link) is not None]
 
-    def _enter(self, member: Member, link: Link) -> Link:
-        """Give a peer a link; return the one that is used, because both may have dialled at the same time."""
+    def _enter(self, peer: Peer, link: Link) -> None:
         with self._lock:
             if not self._closed:
-                link.peer = peer = self._peers.setdefault(member.incarnation, Peer(member))
-                peer.links = (*peer.links, link)
-                return peer.links[0]
+                link.peer = peer = self._peers.setdefault(peer.member.incarnation, peer)
+                peer.link = link
+                return
         link.close()
         raise LinkEnded(_CLOSED)
 
     # -- the side that dials -----------------------------------------------------------------------
 
-    def _dial(self, member: Member, until: float) -> Link:
-        me, hub = self._me, self._hub
+    def _dial(self, peer: Peer, until: float) -> Link | None:
+        """Make the link to a peer; None if that is busy with doing so."""
+        me, hub, member = self._me, self._hub, peer.member
         if me is None:
             raise LinkEnded("this process is no worker yet")
         offer = b""
@@ -311,19 +344,21 @@ class Connections:
                 if time.monotonic() >= until:
                     raise
                 raise LinkEnded("its host does not answer") from error
-            if said.refused:
+            if said.refused or said.busy:
                 line.close()
+                if said.busy:
+                    return None
                 raise LinkEnded(said.refused)
             if said.shared and hub is not None:
                 with contextlib.suppress(LinkEnded):  # then it goes by TCP
                     shared = hub.confirm(offer)
                     with contextlib.suppress(OSError), line.sock:  # it is noticed if that process is gone
                         line.sock.sendall(line.session.seal(_BY_MEMORY))
-                    chosen = self._enter(member, shared)
+                    self._enter(peer, shared)
                     shared.begin()
-                    return chosen
-                line.sock.sendall(line.session.seal(_BY_TCP))
-            return self._add(member, SocketLink(line.sock, line.session, self._receiver, readers=self._readers))
+                    return shared
+            line.sock.sendall(line.session.seal(_BY_TCP))
+            return self._add(peer, SocketLink(line.sock, line.session, self._receiver, readers=self._readers))
         finally:
             if hub is not None and offer:
                 hub.withdraw(offer)
@@ -383,68 +418,71 @@ class Connections:
         else:
             self._let_in(peer, arrival, claim)
 
-    def _let_in(self, peer: Member, arrival: Arrival, claim: Claim) -> None:
+    def _let_in(self, member: Member, arrival: Arrival, claim: Claim) -> None:
+        peer = self.peer(member)
+        holds = peer.connecting.acquire(False)
+        if peer.link is not None or (not holds and claim.to < member.incarnation):
+            if holds:
+                peer.connecting.release()
+            _refuse(arrival, Verdict(busy=True))
+            return
         session, verdict = arrival.proven.session(), Verdict()
+        answered = _Answered(peer, arrival, session, None, holds)
         if self._encrypt:
             from phalanx.wire.encryption import Exchange
 
             exchange = Exchange()
             try:
-                session = exchange.session(session, claim.exchange, is_listener=True)
+                answered.session = exchange.session(session, claim.exchange, is_listener=True)
             except Malformed:
+                answered.close()
                 arrival.sock.close()
                 return
             verdict.exchange = exchange.public
-        shared = self._hub.accept(claim.offer.encode()) if claim.offer and self._hub is not None else None
-        verdict.shared = shared is not None
+        if claim.offer and self._hub is not None:
+            answered.shared = self._hub.accept(claim.offer.encode())
+        verdict.shared = answered.shared is not None
         arrival.answer(_encode(verdict))
-        if shared is None:
-            self._add_arrival(peer, arrival, session)
-            return
+        self._answered.add(answered)
+        self._selector.register(arrival.sock, selectors.EVENT_READ, partial(self._hear, answered))
 
-        def hear() -> None:
-            """Receive whether the caller could attach this worker's memory."""
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    data = arrival.sock.recv(max(0, _CHOICE_BYTES - len(arrival.rest)))
-                except ConnectionError:
-                    data = b""
-                arrival.rest.extend(data)
-                if not data or len(arrival.rest) >= _CHOICE_BYTES:
-                    self._selector.unregister(arrival.sock)
-                    self._on_choice(peer, shared, arrival, session)
-
-        self._selector.register(arrival.sock, selectors.EVENT_READ, hear)
-
-    def _on_choice(self, peer: Member, shared: SharedLink, arrival: Arrival, session: Session) -> None:
-        data = arrival.rest
+    def _hear(self, answered: _Answered) -> None:
+        """Receive by what the caller goes: by this worker's memory, if it could attach it."""
+        arrival = answered.arrival
         try:
-            session.check(data, len(_BY_TCP))
-        except Malformed:  # or the caller has gone
-            data.clear()
-        if data.startswith(_BY_MEMORY):
-            arrival.sock.close()
-            with contextlib.suppress(LinkEnded):
-                self._enter(peer, shared)
-                shared.begin()
+            data = arrival.sock.recv(max(0, _CHOICE_BYTES - len(arrival.rest)))
+        except BlockingIOError:
             return
-        shared.close()
-        if data.startswith(_BY_TCP):
-            del data[:_CHOICE_BYTES]
-            self._add_arrival(peer, arrival, session)
-        else:
-            arrival.sock.close()
+        except ConnectionError:
+            data = b""
+        arrival.rest.extend(data)
+        if data and len(arrival.rest) < _CHOICE_BYTES:
+            return
+        self._selector.unregister(arrival.sock)
+        self._answered.discard(answered)
+        choice = b""
+        with contextlib.suppress(Malformed):  # or the caller has gone
+            answered.session.check(arrival.rest, len(_BY_TCP))
+            choice = bytes(arrival.rest[: len(_BY_TCP)])
+        shared = answered.shared if choice == _BY_MEMORY else None
+        with contextlib.suppress(LinkEnded):  # this worker has been closed
+            if choice == _BY_TCP:
+                sock, session = arrival.sock, answered.session
+                self._add(answered.peer, SocketLink(sock, session, self._receiver, readers=self._readers))
+            else:
+                arrival.sock.close()
+            if shared is not None:
+                answered.shared = None
+                self._enter(answered.peer, shared)
+                shared.begin()
+        answered.close()
+        self.drop(answered.peer)
 
-    def _add_arrival(self, peer: Member, arrival: Arrival, session: Session) -> None:
-        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, self._readers)
-        with contextlib.suppress(LinkEnded):
-            self._add(peer, link)
-
-    def _add(self, peer: Member, link: SocketLink) -> Link:
-        chosen = self._enter(peer, link)
+    def _add(self, peer: Peer, link: SocketLink) -> Link:
+        self._enter(peer, link)
         link.begin()
         self._ring()  # to look at the links from now on
-        return chosen
+        return link
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -480,6 +518,9 @@ class Connections:
         self._ring()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+        for answered in self._answered:
+            answered.arrival.sock.close()
+            answered.close()
         self._readers.close()
         self._door.close()
         self._selector.close()

@@ -154,7 +154,7 @@ class Inquiries:
     def _pid_here(self, member: Member) -> int:
         """Return the pid of a worker of this host, as this process sees it; 0 if it cannot see it."""
         link = self._connections.link_now(member)
-        pid = int(link.state().get("pid", 0)) if link is not None else 0
+        pid = link.pid if link is not None else 0
         if pid == 0 and member.host == self._connections.host and is_there(member.pid, place_name(member)):
             return member.pid
         return pid
@@ -162,7 +162,7 @@ class Inquiries:
     def _seen(self, member: Member) -> Finding | None:
         """Ask the kernel."""
         link = self._connections.link_now(member)
-        silent_s = float(link.state().get("silent_s", 0.0)) if link is not None else 0.0
+        silent_s = link.silent_s if link is not None else 0.0
         if silent_s > _SILENT_S:
             return Finding(
                 "cut",

@@ -212,7 +212,7 @@ def init(
     try:
         with needing_store():
             wait_for(
-                lambda: made.late_ranks(size),
+                lambda: made.directory.late(made.me, size),
                 lambda late: f"for rpc.init() of {format_named('rank', late)}.",
                 wait_s,
                 size,
@@ -261,10 +261,10 @@ def _wait_for_others(made: Agent, timeout_s: float) -> None:
     def wait() -> None:
         # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
         late[:] = [member for member in made.members() if member.rank >= 0]
-        made.say_done()
+        made.directory.say_done(made.me)
 
         def missing() -> list[Member]:
-            late[:] = made.not_done(late)
+            late[:] = made.directory.not_done(late)
             return late
 
         wait_for_shutdown(made, missing, timeout_s, len(late))

@@ -70,9 +70,9 @@ class Watch:
         self._over: set[int] = set()  # incarnations whose end has been told, and those that are not watched
         self._changes: TimedQueue[tuple[Member, str] | None] = TimedQueue()
         self._stopped = False
-        self._forget = agent.on_change(lambda member, event: self._changes.put((member, event)))
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-watch", daemon=True)
-        _watches.setdefault(agent, set()).add(self)  # before it runs, so that it is stopped if the agent is closed now
+        self._forget = agent.on_change(lambda member, event: self._changes.put((member, event)))
+        self._forget_end = agent.on_close(self.stop)
         try:
             start(self._thread)
         except BaseException:
@@ -83,10 +83,10 @@ class Watch:
         """Call the callback no more. When this returns, it is not running, unless it is the one that calls this."""
         self._stopped = True
         self._forget()
+        self._forget_end()
         self._changes.put(None)
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        _watches.get(self._agent, set()).discard(self)
 
     def _run(self) -> None:
         due = time.monotonic()
@@ -141,9 +141,6 @@ class Watch:
             tell(f"warning: the callback of rpc.watch() failed for {member}, which {event}: {error!r}")
 
 
-_watches: dict[Agent, set[Watch]] = {}
-
-
 def watch(callback: Callback, to: str | int | Member | None = None) -> Watch:
     """Have a function called when workers come and go, until ``stop()`` of what this returns, or ``rpc.shutdown()``.
 
@@ -163,14 +160,3 @@ def watch(callback: Callback, to: str | int | Member | None = None) -> Watch:
     """
     require(watch, callback, to)
     return Watch(session.agent(), callback, to)
-
-
-def _equip(agent: Agent) -> None:
-    def end() -> None:
-        for each in list(_watches.pop(agent, ())):
-            each.stop()
-
-    agent.on_close(end)
-
-
-session.on_init(_equip)

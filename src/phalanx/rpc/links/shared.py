@@ -38,7 +38,6 @@ from phalanx.rpc.links.contract import (
     decode_service,
     encode_service,
 )
-from phalanx.system.processes import state_of
 from phalanx.system.threads import AwakeClock
 from phalanx.words import tell
 
@@ -255,6 +254,7 @@ class SharedLink(Link):
         Raises:
             LinkEnded: the hub has been closed.
         """
+        self.pid = self._core.phx_rpc_facts(self._handle, c_uint64(), c_uint64())
         self._hub._links[self._handle] = self
         if self._core.phx_rpc_begin(self._handle) != Status.OK:
             self._hub._links.pop(self._handle, None)
@@ -348,17 +348,6 @@ class SharedLink(Link):
         """See :class:`Link`."""
         self._core.phx_rpc_end(self._handle)
         self._end(_HERE)
-
-    def state(self) -> dict[str, float | str]:
-        """See :class:`Link`. ``python_s_ago`` is long ago if something holds the interpreter's lock."""
-        alive, python = c_uint64(), c_uint64()
-        pid = self._core.phx_rpc_facts(self._handle, alive, python)
-        return {
-            "alive_s_ago": alive.value / 1e9,
-            "python_s_ago": python.value / 1e9,
-            "process": state_of(pid),
-            "pid": pid,
-        }
 
     def _end(self, why: str, *, left: bool = False) -> None:
         with self._ending:

@@ -161,7 +161,6 @@ class SocketLink(Link):
         self._assembler = Assembler(session, rest)
         self._endpoint = _Endpoint(sock.fileno(), session)
         self._host = Acknowledged(sock)
-        self._silent_s = 0.0
         self._ending = threading.Lock()
         self._large = threading.Lock()  # held for one large message
         self._reading = threading.Lock()  # held by the thread that reads
@@ -181,10 +180,6 @@ class SocketLink(Link):
     def fileno(self) -> int:
         """The descriptor; -1 after the end."""
         return self.sock.fileno()
-
-    def state(self) -> dict[str, float | str]:
-        """See :class:`Link`."""
-        return {"silent_s": self._silent_s}
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -505,7 +500,7 @@ class SocketLink(Link):
         host = self._host
         if self.over or host.is_silent:
             return
-        self._silent_s = host.silent_s()
+        self.silent_s = host.silent_s()
         if host.is_silent:
             with contextlib.suppress(OSError):
                 host.sock.shutdown(socket.SHUT_RDWR)  # this wakes whoever reads, who ends the link
