@@ -18,11 +18,10 @@ import contextlib
 import math
 import os
 import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -30,7 +29,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.rpc.links.contract import Link, LinkEnded, OwnLink, Receiver
 from phalanx.rpc.links.readers import Readers
-from phalanx.rpc.links.shared import SharedHub, SharedLink
+from phalanx.rpc.links.shared import SharedHub
 from phalanx.rpc.links.socket import END_S, KEEP_ALIVE, SocketLink
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.peer import Peer
@@ -40,7 +39,7 @@ from phalanx.wire.door import Arrival, Door
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, PassedOn, WrongKey
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.session import TAG_BYTES
 from phalanx.wire.sockets import LOOK_S, listen
 from phalanx.words import tell
 
@@ -50,7 +49,7 @@ ROLE = "rpc"
 # The kernel of a host answers a connection at once, whatever the worker there does. If the worker then says nothing, it
 # is stopped or busy, and is asked again.
 DIAL_S = 5.0
-_PING_S = 2.0
+_THERE_S = 2.0  # for a worker of the same name to answer
 # By what it goes, as the worker that has dialled says after the other one has accepted its offer.
 _BY_MEMORY, _BY_TCP = b"m", b"t"
 _CHOICE_BYTES = len(_BY_TCP) + TAG_BYTES
@@ -91,16 +90,14 @@ class Claim(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Claim of a worker that dials.
 
     Attributes:
-        ping: 1 if it only asks who listens.
         me: who it is.
         to: the incarnation that it wants.
         offer: of shared memory; empty for none.
         exchange: its public key; empty if it does not encrypt.
     """
 
-    ping: int = 0
-    me: Member | None = None
-    to: int = 0
+    me: Member
+    to: int
     offer: str = ""
     exchange: str = ""
 
@@ -109,7 +106,6 @@ class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Answer of the worker that listens.
 
     Attributes:
-        incarnation: its own, if it was asked who listens.
         refused: why it does not talk to the caller; empty if it does.
         busy: it makes a link to the caller itself.
         encrypts: whether it does, if the caller does not do alike.
@@ -117,7 +113,6 @@ class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         exchange: its public key; empty if it does not encrypt.
     """
 
-    incarnation: int = 0
     refused: str = ""
     busy: bool = False
     encrypts: bool | None = None
@@ -128,29 +123,6 @@ class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 _encode = msgspec.json.Encoder().encode
 _NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)
 _claims, _verdicts = msgspec.json.Decoder(Claim), msgspec.json.Decoder(Verdict)
-
-
-@dataclass(eq=False)
-class _Answered:
-    """A worker that has dialled and been answered, and has not said yet by what it goes.
-
-    Attributes:
-        shared: memory that was offered and accepted, until it is the link.
-        holds: the lock of the peer is held for it.
-    """
-
-    peer: Peer
-    arrival: Arrival
-    session: Session
-    shared: SharedLink | None
-    holds: bool
-
-    def close(self) -> None:
-        """End what has not become the link."""
-        if self.shared is not None:
-            self.shared.close()
-        if self.holds:
-            self.peer.connecting.release()
 
 
 class Connections:
@@ -184,7 +156,7 @@ class Connections:
         self._lock = threading.Lock()  # guards the next two, and the link of each peer
         self._closed = False
         self._peers: dict[int, Peer] = {}
-        self._answered: set[_Answered] = set()  # of the thread, and of close() once that has ended
+        self._welcoming: dict[threading.Thread, socket.socket] = {}  # workers that dial, and are being answered
         listener = listen(address, 0)
         self.port: int = listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -219,11 +191,6 @@ class Connections:
             with self._lock:
                 peer = self._peers.setdefault(member.incarnation, Peer(member))
         return peer
-
-    @property
-    def host(self) -> str:
-        """The name of this host, as other workers know it."""
-        return self._me.host if self._me is not None else ""
 
     def link_now(self, member: Member) -> Link | None:
         """Return the link to a worker, if there is one."""
@@ -288,12 +255,15 @@ class Connections:
 
     def is_there(self, member: Member) -> bool:
         """Ask whether this incarnation of a worker answers at its address."""
+        peer = self.peer(member)
         try:
-            line, said = self._dial_out(member, Claim(ping=1), _PING_S)
+            self.link_to(peer, time.monotonic() + _THERE_S)
+        except EncryptionMismatch:
+            return True
         except Unreached:
+            self.drop(peer)
             return False
-        line.close()
-        return said.incarnation == member.incarnation
+        return True
 
     def close(self) -> None:
         """End all links and threads."""
@@ -371,7 +341,7 @@ class Connections:
             EncryptionMismatch: one of the two encrypts, and the other does not.
         """
         exchange = None
-        if self._encrypt and claim.me is not None:
+        if self._encrypt:
             from phalanx.wire.encryption import Exchange
 
             exchange = Exchange()
@@ -403,11 +373,10 @@ class Connections:
         try:
             claim = _claims.decode(arrival.proven.claim)
         except _NOT_READ:
-            claim = Claim()
+            arrival.sock.close()
+            return
         peer = claim.me
-        if claim.ping == 1 and me is not None:
-            _refuse(arrival, Verdict(incarnation=me.incarnation))
-        elif peer is None or me is None:
+        if me is None:
             arrival.sock.close()
         elif bool(claim.exchange) != self._encrypt:
             _refuse(arrival, Verdict(encrypts=self._encrypt))
@@ -416,67 +385,58 @@ class Connections:
         elif self._members.known(peer.incarnation) not in (None, peer) or peer.incarnation == me.incarnation:
             _refuse(arrival, Verdict(refused="another worker has this number"))
         else:
-            self._let_in(peer, arrival, claim)
+            thread = threading.Thread(
+                target=self._let_in, args=(peer, arrival, claim), name="phalanx-rpc-welcome", daemon=True
+            )
+            self._welcoming[thread] = arrival.sock
+            try:
+                start(thread)
+            except BaseException:
+                del self._welcoming[thread]
+                arrival.sock.close()
+                raise
 
     def _let_in(self, member: Member, arrival: Arrival, claim: Claim) -> None:
-        peer = self.peer(member)
+        """Answer a worker that dials, on a thread of its own, and wait until it says by what it goes."""
+        peer, sock, shared = self.peer(member), arrival.sock, None
         holds = peer.connecting.acquire(False)
-        if peer.link is not None or (not holds and claim.to < member.incarnation):
+        try:
+            if peer.link is not None or (not holds and claim.to < member.incarnation):
+                _refuse(arrival, Verdict(busy=True))
+                return
+            session, verdict = arrival.proven.session(), Verdict()
+            if self._encrypt:
+                from phalanx.wire.encryption import Exchange
+
+                exchange = Exchange()
+                session = exchange.session(session, claim.exchange, is_listener=True)
+                verdict.exchange = exchange.public
+            if claim.offer and self._hub is not None:
+                shared = self._hub.accept(claim.offer.encode())
+            verdict.shared = shared is not None
+            arrival.answer(_encode(verdict))
+            sock.setblocking(True)
+            choice = arrival.rest
+            while len(choice) < _CHOICE_BYTES and (data := sock.recv(_CHOICE_BYTES - len(choice))):
+                choice += data
+            session.check(choice, len(_BY_TCP))
+            if choice.startswith(_BY_TCP):
+                self._add(peer, SocketLink(sock, session, self._receiver, readers=self._readers))
+                return
+            sock.close()
+            if shared is not None and choice.startswith(_BY_MEMORY):
+                link, shared = shared, None
+                self._enter(peer, link)
+                link.begin()
+        except (LinkEnded, OSError, Malformed):  # this worker has been closed, or the caller has gone
+            sock.close()
+        finally:
+            if shared is not None:
+                shared.close()
             if holds:
                 peer.connecting.release()
-            _refuse(arrival, Verdict(busy=True))
-            return
-        session, verdict = arrival.proven.session(), Verdict()
-        answered = _Answered(peer, arrival, session, None, holds)
-        if self._encrypt:
-            from phalanx.wire.encryption import Exchange
-
-            exchange = Exchange()
-            try:
-                answered.session = exchange.session(session, claim.exchange, is_listener=True)
-            except Malformed:
-                answered.close()
-                arrival.sock.close()
-                return
-            verdict.exchange = exchange.public
-        if claim.offer and self._hub is not None:
-            answered.shared = self._hub.accept(claim.offer.encode())
-        verdict.shared = answered.shared is not None
-        arrival.answer(_encode(verdict))
-        self._answered.add(answered)
-        self._selector.register(arrival.sock, selectors.EVENT_READ, partial(self._hear, answered))
-
-    def _hear(self, answered: _Answered) -> None:
-        """Receive by what the caller goes: by this worker's memory, if it could attach it."""
-        arrival = answered.arrival
-        try:
-            data = arrival.sock.recv(max(0, _CHOICE_BYTES - len(arrival.rest)))
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            data = b""
-        arrival.rest.extend(data)
-        if data and len(arrival.rest) < _CHOICE_BYTES:
-            return
-        self._selector.unregister(arrival.sock)
-        self._answered.discard(answered)
-        choice = b""
-        with contextlib.suppress(Malformed):  # or the caller has gone
-            answered.session.check(arrival.rest, len(_BY_TCP))
-            choice = bytes(arrival.rest[: len(_BY_TCP)])
-        shared = answered.shared if choice == _BY_MEMORY else None
-        with contextlib.suppress(LinkEnded):  # this worker has been closed
-            if choice == _BY_TCP:
-                sock, session = arrival.sock, answered.session
-                self._add(answered.peer, SocketLink(sock, session, self._receiver, readers=self._readers))
-            else:
-                arrival.sock.close()
-            if shared is not None:
-                answered.shared = None
-                self._enter(answered.peer, shared)
-                shared.begin()
-        answered.close()
-        self.drop(answered.peer)
+            self.drop(peer)
+            self._welcoming.pop(threading.current_thread(), None)
 
     def _add(self, peer: Peer, link: SocketLink) -> Link:
         self._enter(peer, link)
@@ -518,9 +478,10 @@ class Connections:
         self._ring()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
-        for answered in self._answered:
-            answered.arrival.sock.close()
-            answered.close()
+        for thread, sock in list(self._welcoming.items()):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join()
         self._readers.close()
         self._door.close()
         self._selector.close()

@@ -147,7 +147,6 @@ class Link(ABC):
 
     name: str  # for people: ``shared memory``, ``tcp``
     peer: Peer | None = None  # at the other end, from when the agent knows the link to its end
-    pid = 0  # of the other process, as this one sees it; 0 if it does not
     silent_s = 0.0  # for how long its host has not acknowledged what was sent
 
     @abstractmethod

@@ -254,7 +254,6 @@ class SharedLink(Link):
         Raises:
             LinkEnded: the hub has been closed.
         """
-        self.pid = self._core.phx_rpc_facts(self._handle, c_uint64(), c_uint64())
         self._hub._links[self._handle] = self
         if self._core.phx_rpc_begin(self._handle) != Status.OK:
             self._hub._links.pop(self._handle, None)
