@@ -13,7 +13,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc import agent, connections, handlers, session
+from phalanx.rpc import agent, connections, handlers, peer, session
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
@@ -56,7 +56,7 @@ def test_caller_has_a_limited_number_of_calls_at_a_slow_callee() -> None:
     most = 40
 
     def before(member: Member) -> None:
-        agent.MOST_CALLS, handlers.MOST = most, 10
+        peer.MOST_CALLS, handlers.MOST = most, 10
         serve_beside_calls(member)
 
     def body(member: Member) -> None:
@@ -76,7 +76,7 @@ def test_caller_has_a_limited_number_of_bytes_at_a_slow_callee(tcp: bool) -> Non
     larger = torch.zeros(12 << 20, dtype=torch.uint8)  # than all that may be under way
 
     def before(member: Member) -> None:
-        agent.MOST_BYTES = fit * nbytes
+        peer.MOST_BYTES = fit * nbytes
         vars(connections)["SharedHub"] = partial(SharedHub, threads=4)  # which all wait
         serve_beside_calls(member)
 

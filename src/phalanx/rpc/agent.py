@@ -34,10 +34,6 @@ from phalanx.words import tell
 
 __all__ = ["Agent", "Incoming", "Member"]
 
-# How many calls one worker may have under way at another, and how many bytes of arguments in those that are not small.
-# A further call waits for an answer.
-MOST_CALLS = 4096
-MOST_BYTES = 1 << 30
 LEAVE_S = 5.0  # for the store, when this worker leaves
 
 
@@ -228,8 +224,7 @@ class Agent:
                 raise ClosedError("rpc.shutdown() was called meanwhile")
             link = self._connections.link_to(peer, until)
             nbytes = sum(buffer.nbytes for buffer in buffers) if buffers else 0
-            if nbytes > link.SMALL_BYTES or len(peer.calls) > MOST_CALLS:
-                self._calls.wait_for_room(call, nbytes, MOST_CALLS, MOST_BYTES)
+            self._calls.wait_for_room(call, nbytes)
             if not call.is_under_way():  # its time was over meanwhile, or it was given up, or this worker was closed
                 peer.given_up.pop(number, None)
                 return future

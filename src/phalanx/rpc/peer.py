@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Calls", "Peer", "facts_of"]
 
 _SEEN_S = 1.0  # after which the launcher knows of a call
+# How many calls one worker may have under way at another, and how many bytes of arguments in those that are not small.
+# A further call waits for an answer.
+MOST_CALLS = 4096
+MOST_BYTES = 1 << 30
 
 
 @dataclass(eq=False, slots=True)
@@ -264,23 +268,24 @@ class Calls:
             return False
         return True
 
-    def wait_for_room(self, call: Call, nbytes: int, most: int, most_bytes: int) -> None:
+    def wait_for_room(self, call: Call, nbytes: int) -> None:
         """Wait until there is room for a call to its worker, whose only call always has room.
 
         Args:
             call: the call, which has been entered.
             nbytes: of its arguments.
-            most, most_bytes: how many calls to the worker, and how many bytes of theirs, may be under way.
 
         Raises:
             TimeoutError: that takes longer than the call may.
         """
         peer = call.peer
+        if nbytes <= Link.SMALL_BYTES and len(peer.calls) <= MOST_CALLS:
+            return
 
         def has_room() -> bool:
             if not call.is_under_way():
                 return True  # it has ended, as all do whose worker is lost
-            return len(peer.calls) <= most and (not peer.nbytes or peer.nbytes + nbytes <= most_bytes)
+            return len(peer.calls) <= MOST_CALLS and (not peer.nbytes or peer.nbytes + nbytes <= MOST_BYTES)
 
         with self._room:
             self._waiting += 1
