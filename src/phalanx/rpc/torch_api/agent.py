@@ -22,6 +22,7 @@ from phalanx.errors import ArgumentError, InitializationError, PhalanxError, Ran
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Member
 from phalanx.rpc.future import Future
+from phalanx.rpc.members import LEFT
 from phalanx.rpc.objects import table_of
 from phalanx.rpc.torch_api.torch_names import api, cpp, stand_in
 from phalanx.system.host import this_host
@@ -272,7 +273,8 @@ class TensorPipeAgent:
         """Wait until all workers of a static group are here and no call is under way.
 
         Args:
-            shutdown: as torch's; nothing depends on it.
+            shutdown: this worker leaves. Of a dynamic group it says so now, while torch lets nobody join: whoever comes
+                next calls all workers that are there.
             timeout: in seconds; 0 for no limit.
         """
         if not self.wait_for_calls(timeout or threading.TIMEOUT_MAX):
@@ -282,6 +284,8 @@ class TensorPipeAgent:
             found = table_of(self.phalanx).named_for_others()  # now: others may leave, and with them what they hold
             self.leaks = [f"Leaking RRef {identity} held by {', '.join(holders)}" for identity, holders in found]
             busy = self.meet(timeout)
+        if shutdown and not self.is_static_group:
+            self.phalanx.directory.leave(self.phalanx.me, LEFT)
 
     def shutdown(self) -> None:
         """Stop being a worker."""
