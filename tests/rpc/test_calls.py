@@ -128,3 +128,21 @@ def test_error_whose_traceback_cannot_be_formatted_is_told(monkeypatch: pytest.M
     failure = Failure.decode(Failure.of(KeyError("weights")).encode())
     assert (failure.type_name, failure.text) == ("KeyError", "'weights'")
     assert failure.traceback == "KeyError: 'weights'\n"
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_workers_that_dial_each_other_at_once_have_one_link(tcp: bool) -> None:
+    def body(member: Member) -> None:
+        if tcp:
+            workers.use_tcp()
+        member.join("gloo")
+        for turn in range(5):
+            rpc.init()
+            member.meet(f"turn {turn}")
+            others = [member.rank ^ number for number in range(member.size)]  # so two ranks begin with each other
+            assert [each.wait() for each in rpc.each(others, workers.add, 1, 2)] == [3] * member.size
+            member.meet(f"called {turn}")
+            assert len(session.agent()._connections._links()) == member.size
+            rpc.shutdown()
+
+    on_ranks(body, 4)

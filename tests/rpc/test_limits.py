@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc import agent, connections, handlers, serving, session
+from phalanx.rpc import agent, connections, handlers, peer, session
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
@@ -57,7 +56,7 @@ def test_caller_has_a_limited_number_of_calls_at_a_slow_callee() -> None:
     most = 40
 
     def before(member: Member) -> None:
-        agent.MOST_CALLS, handlers.MOST = most, 10
+        peer.MOST_CALLS, handlers.MOST = most, 10
         serve_beside_calls(member)
 
     def body(member: Member) -> None:
@@ -77,7 +76,7 @@ def test_caller_has_a_limited_number_of_bytes_at_a_slow_callee(tcp: bool) -> Non
     larger = torch.zeros(12 << 20, dtype=torch.uint8)  # than all that may be under way
 
     def before(member: Member) -> None:
-        agent.MOST_BYTES = fit * nbytes
+        peer.MOST_BYTES = fit * nbytes
         vars(connections)["SharedHub"] = partial(SharedHub, threads=4)  # which all wait
         serve_beside_calls(member)
 
@@ -127,47 +126,6 @@ def test_calls_given_up_before_they_began_give_their_memory_back() -> None:
         assert futures[0].wait() == "open"
 
     with_workers(body, 2, before=before, tcp=True)
-
-
-def note_and_give(path: Path, nbytes: int) -> torch.Tensor:
-    with open(path, "ab", buffering=0) as file:
-        file.write(b".")
-    return torch.ones(nbytes, dtype=torch.uint8)
-
-
-def test_untaken_answers_hold_back_only_that_callers_next_calls() -> None:
-    nbytes, count, fit = 1 << 20, 40, 3
-
-    def before(_: Member) -> None:
-        serving.MOST_BYTES = fit * nbytes
-
-    def body(member: Member) -> None:
-        path = member.folder / "begun"
-        path.touch()
-        if member.rank == 2:
-            member.await_said("full")
-            assert rpc.call(1, torch.ones, 3).tolist() == [1.0] * 3  # it takes its answers
-            member.say("taken")
-        if member.rank:
-            return
-        assert rpc.call(1, workers.add, 1, 2) == 3
-        made = session.agent()
-        link: Any = made._connections.link_now(made.member(1))
-        futures: list[Any] = []
-        held = count
-        with link._reading:  # nobody reads what comes
-            for number in range(count):
-                futures.append(rpc.start(1, note_and_give, path, nbytes))
-                if held == count and not soon(lambda least=number + 1: path.stat().st_size >= least, 0.2):  # type: ignore[misc]
-                    held = number
-                    member.say("full")
-                    member.await_said("taken")  # the third rank calls meanwhile
-            assert path.stat().st_size == held < count // 2
-        link._armed.arm()
-        assert [future.wait().sum() for future in futures] == [nbytes] * count
-        assert path.stat().st_size == count
-
-    with_workers(body, 3, before=before, tcp=True)
 
 
 @pytest.mark.parametrize(("tcp", "count"), [(False, 10_000), pytest.param(True, 70_000, marks=pytest.mark.long)])

@@ -14,9 +14,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx import rpc
 from phalanx.errors import InitializationError, PhalanxError, WorkerLost
-from phalanx.rpc import session
 from phalanx.rpc.members import Members
-from phalanx.rpc.session import Meeting
 from tests.rpc.workers import add, next_of
 from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks, run_ranks, values
@@ -84,8 +82,8 @@ def test_ranks_that_waited_in_vain_meet_when_all_try_again(
         elif way == "fails":
             with no_store(), pytest.raises(PhalanxError, match="does not answer"):
                 rpc.init()
-        else:  # and is not left alone in what the others have given up
-            with monkeypatch.context() as patch, pytest.raises(InitializationError, match="given up"):
+        else:
+            with monkeypatch.context() as patch, pytest.raises(InitializationError, match=r"waited 0\.5 s for rpc"):
                 patch.setattr(Members, "join", join_late)
                 rpc.init(wait_s=0.5)
         member.meet("again")
@@ -114,41 +112,20 @@ def test_rank_whose_name_was_taken_joins_under_another() -> None:
     assert on_ranks(body, SIZE) == [["worker1", "x", "y"]] * SIZE
 
 
-def test_waiting_ranks_are_told_that_another_has_given_up() -> None:
-    def body(member: Member) -> str:
-        member.join()
-        if member.rank == LAST:
-            member.await_said(*[f"told-{rank}" for rank in range(LAST)])
-            return ""
-        if member.rank == 1:
-            member.await_said("comes")
-        session.on_init(lambda agent: member.say("comes"))
-        with pytest.raises(InitializationError) as told:
-            rpc.init(wait_s=0.5 if member.rank == 1 else 300.0)
-        member.say(f"told-{member.rank}")
-        return str(told.value)
-
-    texts = on_ranks(body, SIZE)
-    said = texts[1]
-    assert said == f"waited 0.5 s for rpc.init() of rank {LAST}."
-    told = f"rpc.init() cannot succeed: rank 1 has given up ({said}). Call it again on all ranks"
-    assert texts == [told, said, ""]
-
-
 @pytest.mark.parametrize("has_come", [False, True])
 def test_rank_that_is_killed_as_it_joins_holds_nobody(has_come: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank is. Those that had to wait for it say so; for those that had not it is a worker that is lost."""
-    come = Meeting.come
+    join = Members.join
 
-    def be_killed(meeting: Meeting, rank: int) -> None:
+    def be_killed(members: Members, *arguments: Any) -> None:
         if has_come:
-            come(meeting, rank)
+            join(members, *arguments)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def body(member: Member) -> None:
         member.join("gloo")
         if member.rank == LAST:
-            monkeypatch.setattr(Meeting, "come", be_killed)
+            monkeypatch.setattr(Members, "join", be_killed)
         with pytest.raises(WorkerLost if has_come else InitializationError):
             rpc.init(wait_s=300.0 if has_come else 0.3)
             rpc.call(LAST, add, 1, 1)
@@ -156,6 +133,22 @@ def test_rank_that_is_killed_as_it_joins_holds_nobody(has_come: bool, monkeypatc
     outcomes = run_ranks(body, SIZE)
     assert outcomes.pop(LAST).signal == signal.SIGKILL
     values(outcomes)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_rank_that_is_quick_meets_the_others_anew(wait: bool) -> None:
+    """Not those that are about to leave, nor itself as it was before."""
+
+    def body(member: Member) -> None:
+        member.join()
+        for _ in range(5):
+            rpc.init()
+            rpc.shutdown(wait=wait)
+        rpc.init()
+        assert len({rpc.call(rank, os.getpid) for rank in range(SIZE)}) == SIZE
+        rpc.shutdown()
+
+    on_ranks(body, SIZE)
 
 
 @pytest.mark.parametrize("size", [1, SIZE])

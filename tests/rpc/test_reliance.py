@@ -45,13 +45,13 @@ def test_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None:
         pid = rpc.call("worker1", workers.pid)
         tensor = torch.ones(1 << 20)
         own, sent = session.agent(), threading.Semaphore(0)
-        send_cancel = own._send_cancel
+        notice = own._notice
 
-        def send(call: Any) -> None:
-            send_cancel(call)
+        def send(*arguments: Any) -> None:
+            notice(*arguments)
             sent.release()
 
-        vars(own)["_send_cancel"] = send
+        vars(own)["_notice"] = send
         for number in range(5):
             stop(pid)
             try:

@@ -228,7 +228,8 @@ def worker_listening(member: Member) -> Listener:
     def serve() -> None:
         assert rpc.call(next_of(member), workers.add, 2, 2) == 4
 
-    return Listener((me.address, me.port), RPC, key, lambda: b'{"ping": 1}', serve)
+    other = {"me": {**asdict(me), "incarnation": 1 << 40, "name": "stranger"}, "to": 1 << 41}  # which is refused
+    return Listener((me.address, me.port), RPC, key, json.dumps(other).encode, serve)
 
 
 @contextlib.contextmanager
@@ -265,7 +266,7 @@ def undisturbed(member: Member) -> Iterator[None]:
 def claims_that_are_nonsense(me: rpc.Member) -> list[bytes]:
     """Of a form that nobody has; test_fuzzed_bytes.py has very many that were changed."""
     right = {"me": {**asdict(me), "incarnation": 1 << 40, "name": "stranger"}, "to": me.incarnation, "offer": ""}
-    claims: list[Any] = [None, True, "ping", ["ping"], {}, {"ping": 2}, {"me": right["me"]}, {**right, "to": 1 << 90}]
+    claims: list[Any] = [None, True, "text", ["list"], {}, {"me": right["me"]}, {**right, "to": 1 << 90}]
     claims.append({**right, "me": asdict(me)})  # it says that it is the one whom it asks
     claims += [{**right, "me": {**asdict(me), name: [1.5]}} for name in asdict(me)]
     raw = [b"", b"\xff\xfe", b"{", b"[" * 4000, b'{"me": 1e999}', pickle.dumps(Bomb())]

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -26,7 +26,7 @@ from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.inquiry import LONG_S, Finding, Inquiries, place_name, tell_of_long
 from phalanx.rpc.links.contract import Kind, Link, LinkEnded, Message
 from phalanx.rpc.members import LEFT, Departure, Member, Members, shared_key
-from phalanx.rpc.peer import Call, Calls
+from phalanx.rpc.peer import Call, Calls, Peer
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
 from phalanx.system.threads import within
 from phalanx.wire.key import Key
@@ -34,10 +34,6 @@ from phalanx.words import tell
 
 __all__ = ["Agent", "Incoming", "Member"]
 
-# How many calls one worker may have under way at another, and how many bytes of arguments in those that are not small.
-# A further call waits for an answer.
-MOST_CALLS = 4096
-MOST_BYTES = 1 << 30
 LEAVE_S = 5.0  # for the store, when this worker leaves
 
 
@@ -58,6 +54,7 @@ class Agent:
 
     Attributes:
         me: this worker.
+        directory: who there is.
         inquiries: why others do not answer.
         active_at: gives when something was last done here for another worker.
     """
@@ -80,30 +77,30 @@ class Agent:
         self._typed_only = typed_only
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._at_end: list[Callable[[], None]] = []
-        self._watchers: list[Callable[[Member, str], None]] = []
+        self._at_end: dict[Callable[[], None], None] = {}
+        self._watchers: dict[Callable[[Member, str], None], None] = {}
         self._closed = False
         self._handlers = Handlers()
-        self._members = Members(store)
+        self.directory = Members(store)
         try:
             own_key = shared_key(store, key)
-            self._connections = Connections(self._members, address, own_key, self, self._found_gone, encrypt=encrypt)
+            self._connections = Connections(self.directory, address, own_key, self, self._found_gone, encrypt=encrypt)
         except BaseException:
             self._handlers.close()
-            self._members.close()
+            self.directory.close()
             raise
-        self._calls = Calls(self._connections.peers, self._on_late, self._tell_of_end, self._on_long, long_s)
+        self._calls = Calls(self._connections.peers, self.run, self._on_late, self._tell_of_end, self._on_long, long_s)
         self._serving = Serving(self._handlers, self._connections.peers, typed_only=typed_only)
         self.active_at = self._serving.active_at
         self.inquiries = Inquiries(self._connections, self.request)
         self._mark: Mark | None = None
         try:
-            self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
+            self.me = self.directory.new(name, rank, self._pid, address, self._connections.port)
             for register in equip:
                 register(self)
             self._mark = Mark(place_name(self.me))
             self._connections.start(self.me)
-            self._members.join(self.me, self._connections.is_there)
+            self.directory.join(self.me, self._connections.is_there)
         except BaseException:
             self.close()
             raise
@@ -114,23 +111,11 @@ class Agent:
         Raises:
             RankError: there has been none.
         """
-        return to if isinstance(to, Member) else self._members.find(to)
+        return to if isinstance(to, Member) else self.directory.find(to)
 
     def members(self) -> list[Member]:
         """Return all living workers, by rank and name."""
-        return self._members.all()
-
-    def ranks_seen(self) -> set[int]:
-        """Return the ranks of all workers that have ever come, though some may have gone since."""
-        return self._members.ranks_seen()
-
-    def say_done(self) -> None:
-        """Tell the others that this worker needs them no more, and is there until they need it no more."""
-        self._members.say_done(self.me)
-
-    def not_done(self, members: Sequence[Member]) -> list[Member]:
-        """Return those workers that are still there, as far as is known, and have not said so."""
-        return self._members.not_done(members)
+        return self.directory.all()
 
     def serve(
         self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False, codec: Codec = PICKLED
@@ -146,27 +131,18 @@ class Agent:
         """
         self._serving.add(service, handler, quick=quick, codec=codec)
 
-    def on_change(self, callback: Callable[[Member, str], None]) -> Callable[[], None]:
+    def on_change(self, callback: Callable[[Member, str], None]) -> Callable[[], object]:
         """Have ``callback`` called with a member and ``left`` or ``lost``, when the link to it ends.
 
         Returns:
             Ends that.
         """
-        self._watchers.append(callback)
-
-        def forget() -> None:
-            with contextlib.suppress(ValueError):
-                self._watchers.remove(callback)
-
-        return forget
-
-    def arrivals(self, known: Collection[int]) -> list[Member]:
-        """Return the workers that the directory has beside those with these numbers, and that have not gone."""
-        return self._members.beside(known)
+        self._watchers[callback] = None
+        return lambda: self._watchers.pop(callback, None)
 
     def known_gone(self) -> list[Member]:
         """Return the workers of which this process knows that they are no more; the store is not asked."""
-        return self._members.known_gone()
+        return self.directory.known_gone()
 
     def reach(self, member: Member, patience_s: float) -> Departure | None:
         """Make a link to a worker, so that its end is noticed. Return how it went; None if it is there or not known."""
@@ -175,12 +151,17 @@ class Agent:
             self._connections.link_to(peer, time.monotonic() + patience_s)
         except Unreached:
             self._connections.drop(peer)
-            return self._members.gone(member)
+            return self.directory.gone(member)
         return None
 
-    def on_close(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called when this worker stops being one, after its last call."""
-        self._at_end.append(callback)
+    def on_close(self, callback: Callable[[], None]) -> Callable[[], object]:
+        """Have ``callback`` called when this worker stops being one, after its last call.
+
+        Returns:
+            Ends that.
+        """
+        self._at_end[callback] = None
+        return lambda: self._at_end.pop(callback, None)
 
     def request(
         self,
@@ -211,10 +192,11 @@ class Agent:
             RankError: there has been no such worker.
             EncodingError: the value cannot be sent.
         """
-        self._require_open()
         self._require_allowed(codec, asked or service)
         (head, buffers), kept = sending(codec.encode, value)
-        return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
+        return self.request_encoded(
+            to, service, head, buffers, timeout_s, asked=asked, kept=kept, made=made, codec=codec
+        )
 
     def request_encoded(
         self,
@@ -232,33 +214,17 @@ class Agent:
         """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``codec.py``."""
         self._require_open()
         self._require_allowed(codec, asked or service)
-        return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
-
-    def _begin(
-        self,
-        to: str | int | Member,
-        service: str,
-        head: bytes | memoryview,
-        buffers: list[memoryview],
-        timeout_s: float | None,
-        asked: str,
-        kept: Sequence[Any],
-        made: Callable[[Any], Any] | None,
-        codec: Codec,
-    ) -> Future[Any]:
-        allowed = self.timeout_s if timeout_s is None else timeout_s
         peer = self._connections.peer(self.member(to))
-        call = Call(self._calls, self.run, peer, asked, allowed, capture(2), made, codec)
+        allowed = self.timeout_s if timeout_s is None else timeout_s
+        call = Call(self._calls, peer, asked or service, allowed, capture(2), made, codec, kept)
         number, until, future = call.number, call.until, call.future
-        call.kept = kept
         try:
             self._calls.add(call)
             if self._closed:  # since the first look, so close() may have ended all calls before this one
                 raise ClosedError("rpc.shutdown() was called meanwhile")
-            link = call.link = self._connections.link_to(peer, until)
+            link = self._connections.link_to(peer, until)
             nbytes = sum(buffer.nbytes for buffer in buffers) if buffers else 0
-            if nbytes > link.SMALL_BYTES or len(peer.calls) > MOST_CALLS:
-                self._calls.wait_for_room(call, nbytes, MOST_CALLS, MOST_BYTES)
+            self._calls.wait_for_room(call, nbytes)
             if not call.is_under_way():  # its time was over meanwhile, or it was given up, or this worker was closed
                 peer.given_up.pop(number, None)
                 return future
@@ -272,7 +238,6 @@ class Agent:
             elif taken is not None:
                 lost = isinstance(error, EncryptionMismatch) and error
                 future.set_exception(lost or self._lost(call, str(error) or type(error).__name__))
-            return future
         except Exception:
             self._calls.take(peer, number)  # nobody has received it
             future.cancel()
@@ -280,8 +245,6 @@ class Agent:
         except BaseException:  # a signal, before or after it was sent
             future.cancel()
             raise
-        if link.peer is not peer and self._calls.take(peer, number) is not None:
-            future.set_exception(self._lost(call, "the way to it ended"))  # before the link stood in the call
         return future
 
     def overdue(self, future: Future[Any], timeout_s: float) -> CallTimeout | None:
@@ -325,19 +288,19 @@ class Agent:
         if os.getpid() != self._pid:
             return
         with contextlib.suppress(Exception):  # the store may be gone with its host, or never answer
-            within(LEAVE_S, lambda: self._members.leave(self.me, LEFT))
+            within(LEAVE_S, lambda: self.directory.leave(self.me, LEFT))
         peers = self._connections.peers()
         self._connections.close()
         self._calls.close()
         self._handlers.close()
-        self._members.close()
+        self.directory.close()
         for peer in {*peers, *self._connections.peers()}:
             for call in self._calls.take_all(peer):
                 call.future.set_exception(self._ended_here(call))
         self.inquiries.close()
         if self._mark is not None:
             self._mark.close()
-        for callback in self._at_end:
+        for callback in list(self._at_end):
             try:
                 callback()
             except Exception as error:
@@ -359,8 +322,7 @@ class Agent:
             )
 
     def _tell_of_end(self, call: Call) -> None:
-        if call.link is not None:
-            self._handlers.run(self._send_cancel, call)
+        self._handlers.run(self._notice, call.peer, CANCEL, call.number, 1.0)
 
     def _on_late(self, calls: list[Call]) -> None:
         self.inquiries.begin(calls, self._give_up)
@@ -373,11 +335,13 @@ class Agent:
     def _on_long(self, calls: list[Call]) -> None:
         self.inquiries.begin(calls, tell_of_long)
 
-    def _send_cancel(self, call: Call) -> None:
-        head, buffers = NUMBER.encode(call.number)
-        with contextlib.suppress(LinkEnded, OSError):
-            if call.link is not None:
-                call.link.send(Message(Kind.NOTICE, 0, CANCEL, head, buffers), 1.0)
+    def _notice(self, peer: Peer, service: str, number: int, timeout_s: float) -> None:
+        """Say a number about a call, if the peer is still there."""
+        link = peer.link
+        if link is not None:
+            head, buffers = NUMBER.encode(number)
+            with contextlib.suppress(LinkEnded, OSError):
+                link.send(Message(Kind.NOTICE, 0, service, head, buffers), timeout_s)
 
     def _lost(self, call: Call, why: str) -> WorkerLost | ClosedError:
         return self._ended_here(call) if self._closed else call.lost(why)
@@ -389,43 +353,40 @@ class Agent:
 
     def deliver(self, link: Link, message: Message, *, may_block: bool) -> None:
         """See :class:`~phalanx.rpc.links.contract.Receiver`."""
-        if message.kind in (Kind.ANSWER, Kind.FAILURE):
-            self._take_answer(link, message)
-            return
         peer = link.peer
-        if peer is not None:  # else it has gone
-            self._serving.take(link, peer, message, may_block=may_block)
+        if peer is None:  # it has gone
+            return
+        if message.kind in (Kind.ANSWER, Kind.FAILURE):
+            self._take_answer(peer, message)
+        else:
+            self._serving.take(peer, message, may_block=may_block)
 
     def ended(self, link: Link, why: str, *, left: bool = False) -> None:
         """See :class:`~phalanx.rpc.links.contract.Receiver`."""
-        before = link.peer
         peer = self._connections.ended(link)
-        if self._closed:
+        if peer is None or self._closed:
             return  # close() ends all calls
-        if before is not None:
-            for call in self._calls.take_all(before, link):
-                call.future.set_exception(self._lost(call, why))
-        if peer is None:
-            return
-        self._serving.forget(peer)
         departure = Departure(left, why)
-        self._members.note_gone(peer.member, departure)
+        self.directory.note_gone(peer.member, departure)
+        for call in self._calls.take_all(peer):
+            call.future.set_exception(self._lost(call, why))
+        self._serving.forget(peer)
         self._handlers.run(self._tell_watchers, peer.member, departure)
         if not left:  # else it has said so itself
             self._handlers.run(self._tell_store, peer.member, departure)
 
     def _found_gone(self, member: Member) -> None:
         """Nobody listens at a worker's address; called by whoever has dialled it."""
-        departure = self._members.gone(member)  # it may have left, and said so
+        departure = self.directory.gone(member)  # it may have left, and said so
         if departure is None:
             departure = Departure(False, "nothing listens at its address any more")
-            self._members.note_gone(member, departure)
+            self.directory.note_gone(member, departure)
             self._handlers.run(self._tell_store, member, departure)
         self._handlers.run(self._tell_watchers, member, departure)
 
     def _tell_store(self, member: Member, departure: Departure) -> None:
         with contextlib.suppress(Exception):  # the store may be gone as well
-            self._members.leave(member, departure)
+            self.directory.leave(member, departure)
 
     def _tell_watchers(self, member: Member, departure: Departure) -> None:
         for watcher in list(self._watchers):
@@ -434,40 +395,32 @@ class Agent:
             except Exception as error:
                 tell(f"warning: what watches the workers failed for {member}: {error!r}")
 
-    def _take_answer(self, link: Link, message: Message) -> None:
-        peer = link.peer
-        if peer is None:
-            return
+    def _take_answer(self, peer: Peer, message: Message) -> None:
         call = self._calls.take(peer, message.call)
         wants_receipt = message.service == RECEIPT
         if call is None:  # the caller has given up
             peer.given_up.pop(message.call, None)
-            if wants_receipt:
-                self._handlers.run(self._send_receipt, link, message.call, False)
-            return
-        try:
-            value, to_settle = receiving(call.decode, message)
-        except Exception as error:
-            call.future.set_exception(error)
-            if wants_receipt:
-                self._handlers.run(self._send_receipt, link, message.call, False)
-            return
-        if wants_receipt:
-            self.run(self._settle_answer, link, call, message.kind, value, to_settle)
         else:
-            call.complete(message.kind, value)
+            try:
+                value, to_settle = receiving(call.decode, message)
+            except Exception as error:
+                call.future.set_exception(error)
+            else:
+                if wants_receipt:
+                    self.run(self._settle_answer, call, message.kind, value, to_settle)
+                else:
+                    call.complete(message.kind, value)
+                return
+        if wants_receipt:
+            self._handlers.run(self._send_receipt, peer, message.call, False)
 
-    def _settle_answer(
-        self, link: Link, call: Call, kind: Kind, value: Any, to_settle: list[Callable[[], None]]
-    ) -> None:
+    def _settle_answer(self, call: Call, kind: Kind, value: Any, to_settle: list[Callable[[], None]]) -> None:
         try:
             for settle in to_settle:
                 settle()
-            self._send_receipt(link, call.number, True)
+            self._send_receipt(call.peer, call.number, True)
         finally:
             call.complete(kind, value)
 
-    def _send_receipt(self, link: Link, number: int, used: bool) -> None:
-        head, buffers = NUMBER.encode(2 * number + used)
-        with contextlib.suppress(LinkEnded, OSError):
-            link.send(Message(Kind.NOTICE, 0, RECEIPT, head, buffers), self.timeout_s)
+    def _send_receipt(self, peer: Peer, number: int, used: bool) -> None:
+        self._notice(peer, RECEIPT, 2 * number + used, self.timeout_s)

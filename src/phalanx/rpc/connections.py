@@ -5,6 +5,9 @@ has the same host name. The other one accepts the offer if it can attach that me
 host. The first one attaches the other's in turn, and says whether it could. If it could, the connection has done its
 work and is closed; otherwise it is the link, and the threads of ``links/readers.py`` read it.
 
+Two workers have one link. If both dial at the same time, the one with the lower incarnation says that it is busy, and
+the other one's next attempt finds the link.
+
 If this worker encrypts, claim and verdict also carry the public keys of the two ends (``wire/encryption.py``). A worker
 that encrypts and one that does not refuse each other.
 """
@@ -15,6 +18,7 @@ import contextlib
 import math
 import os
 import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +29,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.rpc.links.contract import Link, LinkEnded, OwnLink, Receiver
 from phalanx.rpc.links.readers import Readers
-from phalanx.rpc.links.shared import SharedHub, SharedLink
+from phalanx.rpc.links.shared import SharedHub
 from phalanx.rpc.links.socket import END_S, KEEP_ALIVE, SocketLink
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.peer import Peer
@@ -35,7 +39,7 @@ from phalanx.wire.door import Arrival, Door
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, PassedOn, WrongKey
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.session import TAG_BYTES
 from phalanx.wire.sockets import LOOK_S, listen
 from phalanx.words import tell
 
@@ -45,7 +49,7 @@ ROLE = "rpc"
 # The kernel of a host answers a connection at once, whatever the worker there does. If the worker then says nothing, it
 # is stopped or busy, and is asked again.
 DIAL_S = 5.0
-_PING_S = 2.0
+_THERE_S = 2.0  # for a worker of the same name to answer
 # By what it goes, as the worker that has dialled says after the other one has accepted its offer.
 _BY_MEMORY, _BY_TCP = b"m", b"t"
 _CHOICE_BYTES = len(_BY_TCP) + TAG_BYTES
@@ -53,6 +57,7 @@ _CHOICE_BYTES = len(_BY_TCP) + TAG_BYTES
 # dialled again, and then nothing listens there, unless another worker has come to its address.
 _MOST_DIALS = 4
 _AGAIN_S = 0.05
+_BUSY_S = 0.005
 _CLOSED = "this worker has been closed"
 
 
@@ -85,16 +90,14 @@ class Claim(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Claim of a worker that dials.
 
     Attributes:
-        ping: 1 if it only asks who listens.
         me: who it is.
         to: the incarnation that it wants.
         offer: of shared memory; empty for none.
         exchange: its public key; empty if it does not encrypt.
     """
 
-    ping: int = 0
-    me: Member | None = None
-    to: int = 0
+    me: Member
+    to: int
     offer: str = ""
     exchange: str = ""
 
@@ -103,15 +106,15 @@ class Verdict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Answer of the worker that listens.
 
     Attributes:
-        incarnation: its own, if it was asked who listens.
         refused: why it does not talk to the caller; empty if it does.
+        busy: it makes a link to the caller itself.
         encrypts: whether it does, if the caller does not do alike.
         shared: it has accepted the offer.
         exchange: its public key; empty if it does not encrypt.
     """
 
-    incarnation: int = 0
     refused: str = ""
+    busy: bool = False
     encrypts: bool | None = None
     shared: bool = False
     exchange: str = ""
@@ -150,9 +153,10 @@ class Connections:
         self._members, self._receiver, self._found_gone = members, receiver, found_gone
         self._key, self._encrypt = key, encrypt
         self._me: Member | None = None
-        self._lock = threading.Lock()  # guards the next two, and the links of peers
+        self._lock = threading.Lock()  # guards the next two, and the link of each peer
         self._closed = False
         self._peers: dict[int, Peer] = {}
+        self._welcoming: dict[threading.Thread, socket.socket] = {}  # workers that dial, and are being answered
         listener = listen(address, 0)
         self.port: int = listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -173,7 +177,7 @@ class Connections:
     def start(self, me: Member) -> None:
         """Accept connections from now on, as this worker."""
         self._me = me
-        self._enter(me, OwnLink(self._receiver))
+        self._enter(self.peer(me), OwnLink(self._receiver))
         start(self._thread)
 
     def peers(self) -> list[Peer]:
@@ -188,15 +192,10 @@ class Connections:
                 peer = self._peers.setdefault(member.incarnation, Peer(member))
         return peer
 
-    @property
-    def host(self) -> str:
-        """The name of this host, as other workers know it."""
-        return self._me.host if self._me is not None else ""
-
     def link_now(self, member: Member) -> Link | None:
         """Return the link to a worker, if there is one."""
         peer = self._peers.get(member.incarnation)
-        return peer.links[0] if peer is not None and peer.links else None
+        return peer.link if peer is not None else None
 
     def link_to(self, peer: Peer, until: float) -> Link:
         """Return the link to a peer, which is made if there is none.
@@ -209,58 +208,62 @@ class Connections:
             Unreached: it is gone, or cannot be reached.
             TimeoutError: it took too long.
         """
-        if peer.links:
-            return peer.links[0]
-        if self._closed:
-            raise LinkEnded(_CLOSED)
-        if not peer.dialling.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
+        if (link := peer.link) is not None:
+            return link
+        if not peer.connecting.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
             raise TimeoutError
         try:
             closed = 0
             while True:
-                if links := peer.links:
-                    return links[0]
+                if (link := peer.link) is not None:
+                    return link
+                if self._closed:
+                    raise LinkEnded(_CLOSED)
                 if (departure := self._members.gone(peer.member)) is not None:
                     raise LinkEnded(departure.why)
+                if time.monotonic() >= until:
+                    raise TimeoutError
                 try:
-                    return self._dial(peer.member, until)
+                    if (link := self._dial(peer, until)) is not None:
+                        return link
+                    time.sleep(_BUSY_S)
                 except NoAnswer:
-                    if time.monotonic() >= until or self._closed:
-                        raise
+                    pass  # it is stopped or busy
                 except ConnectionError:
                     closed += 1
-                    if closed == _MOST_DIALS or time.monotonic() + _AGAIN_S >= until or self._closed:
+                    if closed == _MOST_DIALS:
                         raise
                     time.sleep(_AGAIN_S)
         finally:
-            peer.dialling.release()
+            peer.connecting.release()
 
     def drop(self, peer: Peer) -> None:
         """Forget a peer that could not be reached, unless something else goes on with it."""
         with self._lock:
-            if not peer.links and not peer.calls and self._peers.get(peer.member.incarnation) is peer:
+            idle = peer.link is None and not peer.calls and not peer.connecting.locked()
+            if idle and self._peers.get(peer.member.incarnation) is peer:
                 del self._peers[peer.member.incarnation]
 
     def ended(self, link: Link) -> Peer | None:
-        """Forget a link that has ended, and return who is gone with it; None if another link there goes on."""
+        """Forget a link that has ended, and return who is gone with it; None for one that was never used."""
         with self._lock:
             peer, link.peer = link.peer, None
-            if peer is None:
-                return None
-            peer.links = tuple(other for other in peer.links if other is not link)
-            if peer.links:  # both had dialled, and that link goes on
-                return None
-            self._peers.pop(peer.member.incarnation, None)
+            if peer is not None:
+                peer.link = None
+                self._peers.pop(peer.member.incarnation, None)
         return peer
 
     def is_there(self, member: Member) -> bool:
         """Ask whether this incarnation of a worker answers at its address."""
+        peer = self.peer(member)
         try:
-            line, said = self._dial_out(member, Claim(ping=1), _PING_S)
+            self.link_to(peer, time.monotonic() + _THERE_S)
+        except EncryptionMismatch:
+            return True
         except Unreached:
+            self.drop(peer)
             return False
-        line.close()
-        return said.incarnation == member.incarnation
+        return True
 
     def close(self) -> None:
         """End all links and threads."""
@@ -269,28 +272,28 @@ class Connections:
         until = time.monotonic() + END_S  # for all peers that take nothing, such as those that are stopped, together
         for link in self._links():
             link.close(until) if isinstance(link, SocketLink) else link.close()
+        self._stop_listening()
         hub, self._hub = self._hub, None  # its memory is unmapped when its last thread and tensor have gone
         if hub is not None:
             hub.close()
-        self._stop_listening()
 
     def _links(self) -> list[Link]:
-        return [link for peer in self.peers() for link in peer.links]
+        return [link for peer in self.peers() if (link := peer.link) is not None]
 
-    def _enter(self, member: Member, link: Link) -> Link:
-        """Give a peer a link; return the one that is used, because both may have dialled at the same time."""
+    def _enter(self, peer: Peer, link: Link) -> None:
         with self._lock:
             if not self._closed:
-                link.peer = peer = self._peers.setdefault(member.incarnation, Peer(member))
-                peer.links = (*peer.links, link)
-                return peer.links[0]
+                link.peer = peer = self._peers.setdefault(peer.member.incarnation, peer)
+                peer.link = link
+                return
         link.close()
         raise LinkEnded(_CLOSED)
 
     # -- the side that dials -----------------------------------------------------------------------
 
-    def _dial(self, member: Member, until: float) -> Link:
-        me, hub = self._me, self._hub
+    def _dial(self, peer: Peer, until: float) -> Link | None:
+        """Make the link to a peer; None if that is busy with doing so."""
+        me, hub, member = self._me, self._hub, peer.member
         if me is None:
             raise LinkEnded("this process is no worker yet")
         offer = b""
@@ -311,19 +314,21 @@ class Connections:
                 if time.monotonic() >= until:
                     raise
                 raise LinkEnded("its host does not answer") from error
-            if said.refused:
+            if said.refused or said.busy:
                 line.close()
+                if said.busy:
+                    return None
                 raise LinkEnded(said.refused)
             if said.shared and hub is not None:
                 with contextlib.suppress(LinkEnded):  # then it goes by TCP
                     shared = hub.confirm(offer)
                     with contextlib.suppress(OSError), line.sock:  # it is noticed if that process is gone
                         line.sock.sendall(line.session.seal(_BY_MEMORY))
-                    chosen = self._enter(member, shared)
+                    self._enter(peer, shared)
                     shared.begin()
-                    return chosen
-                line.sock.sendall(line.session.seal(_BY_TCP))
-            return self._add(member, SocketLink(line.sock, line.session, self._receiver, b"", self._readers))
+                    return shared
+            line.sock.sendall(line.session.seal(_BY_TCP))
+            return self._add(peer, SocketLink(line.sock, line.session, self._receiver, b"", self._readers))
         finally:
             if hub is not None and offer:
                 hub.withdraw(offer)
@@ -336,7 +341,7 @@ class Connections:
             EncryptionMismatch: one of the two encrypts, and the other does not.
         """
         exchange = None
-        if self._encrypt and claim.me is not None:
+        if self._encrypt:
             from phalanx.wire.encryption import Exchange
 
             exchange = Exchange()
@@ -368,11 +373,10 @@ class Connections:
         try:
             claim = _claims.decode(arrival.proven.claim)
         except _NOT_READ:
-            claim = Claim()
+            arrival.sock.close()
+            return
         peer = claim.me
-        if claim.ping == 1 and me is not None:
-            _refuse(arrival, Verdict(incarnation=me.incarnation))
-        elif peer is None or me is None:
+        if me is None:
             arrival.sock.close()
         elif bool(claim.exchange) != self._encrypt:
             _refuse(arrival, Verdict(encrypts=self._encrypt))
@@ -381,70 +385,64 @@ class Connections:
         elif self._members.known(peer.incarnation) not in (None, peer) or peer.incarnation == me.incarnation:
             _refuse(arrival, Verdict(refused="another worker has this number"))
         else:
-            self._let_in(peer, arrival, claim)
-
-    def _let_in(self, peer: Member, arrival: Arrival, claim: Claim) -> None:
-        session, verdict = arrival.proven.session(), Verdict()
-        if self._encrypt:
-            from phalanx.wire.encryption import Exchange
-
-            exchange = Exchange()
+            thread = threading.Thread(
+                target=self._let_in, args=(peer, arrival, claim), name="phalanx-rpc-welcome", daemon=True
+            )
+            self._welcoming[thread] = arrival.sock
             try:
-                session = exchange.session(session, claim.exchange, is_listener=True)
-            except Malformed:
+                start(thread)
+            except BaseException:
+                del self._welcoming[thread]
                 arrival.sock.close()
-                return
-            verdict.exchange = exchange.public
-        shared = self._hub.accept(claim.offer.encode()) if claim.offer and self._hub is not None else None
-        verdict.shared = shared is not None
-        arrival.answer(_encode(verdict))
-        if shared is None:
-            self._add_arrival(peer, arrival, session)
-            return
+                raise
 
-        def hear() -> None:
-            """Receive whether the caller could attach this worker's memory."""
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    data = arrival.sock.recv(max(0, _CHOICE_BYTES - len(arrival.rest)))
-                except ConnectionError:
-                    data = b""
-                arrival.rest.extend(data)
-                if not data or len(arrival.rest) >= _CHOICE_BYTES:
-                    self._selector.unregister(arrival.sock)
-                    self._on_choice(peer, shared, arrival, session)
-
-        self._selector.register(arrival.sock, selectors.EVENT_READ, hear)
-
-    def _on_choice(self, peer: Member, shared: SharedLink, arrival: Arrival, session: Session) -> None:
-        data = arrival.rest
+    def _let_in(self, member: Member, arrival: Arrival, claim: Claim) -> None:
+        """Answer a worker that dials, on a thread of its own, and wait until it says by what it goes."""
+        peer, sock, shared = self.peer(member), arrival.sock, None
+        holds = peer.connecting.acquire(False)
         try:
-            session.check(data, len(_BY_TCP))
-        except Malformed:  # or the caller has gone
-            data.clear()
-        if data.startswith(_BY_MEMORY):
-            arrival.sock.close()
-            with contextlib.suppress(LinkEnded):
-                self._enter(peer, shared)
-                shared.begin()
-            return
-        shared.close()
-        if data.startswith(_BY_TCP):
-            del data[:_CHOICE_BYTES]
-            self._add_arrival(peer, arrival, session)
-        else:
-            arrival.sock.close()
+            if peer.link is not None or (not holds and claim.to < member.incarnation):
+                _refuse(arrival, Verdict(busy=True))
+                return
+            session, verdict = arrival.proven.session(), Verdict()
+            if self._encrypt:
+                from phalanx.wire.encryption import Exchange
 
-    def _add_arrival(self, peer: Member, arrival: Arrival, session: Session) -> None:
-        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, self._readers)
-        with contextlib.suppress(LinkEnded):
-            self._add(peer, link)
+                exchange = Exchange()
+                session = exchange.session(session, claim.exchange, is_listener=True)
+                verdict.exchange = exchange.public
+            if claim.offer and self._hub is not None:
+                shared = self._hub.accept(claim.offer.encode())
+            verdict.shared = shared is not None
+            arrival.answer(_encode(verdict))
+            sock.setblocking(True)
+            choice = arrival.rest
+            while len(choice) < _CHOICE_BYTES and (data := sock.recv(_CHOICE_BYTES - len(choice))):
+                choice += data
+            session.check(choice, len(_BY_TCP))
+            if choice.startswith(_BY_TCP):
+                self._add(peer, SocketLink(sock, session, self._receiver, readers=self._readers))
+                return
+            sock.close()
+            if shared is not None and choice.startswith(_BY_MEMORY):
+                link, shared = shared, None
+                self._enter(peer, link)
+                link.begin()
+        except (LinkEnded, OSError, Malformed):  # this worker has been closed, or the caller has gone
+            sock.close()
+        finally:
+            if shared is not None:
+                shared.close()
+            if holds:
+                peer.connecting.release()
+            self.drop(peer)
+            self._welcoming.pop(threading.current_thread(), None)
 
-    def _add(self, peer: Member, link: SocketLink) -> Link:
-        chosen = self._enter(peer, link)
+    def _add(self, peer: Peer, link: SocketLink) -> Link:
+        self._enter(peer, link)
         link.begin()
         self._ring()  # to look at the links from now on
-        return chosen
+        return link
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -480,6 +478,10 @@ class Connections:
         self._ring()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+        for thread, sock in list(self._welcoming.items()):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join()
         self._readers.close()
         self._door.close()
         self._selector.close()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import struct
 import sys
 import traceback
-from dataclasses import dataclass
+
+import msgspec
 
 from phalanx.errors import EncodingError
 from phalanx.rpc.codec import decode, encode
 from phalanx.rpc.members import Member
 
 __all__ = ["Failure", "RemoteError", "RemoteTraceback"]
-
-_LENGTHS = struct.Struct("!4I")
 
 
 class RemoteTraceback(Exception):
@@ -49,9 +47,8 @@ class RemoteError(RuntimeError):
         self.type_name = type_name
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An exception as it travels.
+class Failure(msgspec.Struct, frozen=True):
+    """An exception as it travels. Only the exception within it is pickled, so that any caller can read the rest.
 
     Attributes:
         pickled: the exception, or nothing if it cannot be pickled, or is not to be.
@@ -83,13 +80,11 @@ class Failure:
         cause = error.__cause__
         if isinstance(cause, RemoteTraceback):
             shown = f"{cause.text}\n{shown}"
-        return Failure(pickled, type(error).__qualname__, text, shown)
+        return Failure(pickled, _sendable(type(error).__qualname__), _sendable(text), _sendable(shown))
 
     def encode(self) -> bytes:
-        """Encode it. Only an exception within it is pickled, so that any caller can read the rest."""
-        texts = (self.type_name, self.text, self.traceback)
-        parts = [self.pickled, *(text.encode(errors="backslashreplace") for text in texts)]
-        return b"".join((_LENGTHS.pack(*map(len, parts)), *parts))
+        """Encode it."""
+        return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(head: bytes | memoryview) -> Failure:
@@ -99,15 +94,8 @@ class Failure:
             EncodingError: it did not.
         """
         try:
-            lengths = _LENGTHS.unpack_from(head)
-            if _LENGTHS.size + sum(lengths) != len(head):
-                raise EncodingError.damaged(f"a failure of {len(head)} bytes")
-            parts, at = [], _LENGTHS.size
-            for length in lengths:
-                parts.append(bytes(head[at : at + length]))
-                at += length
-            return Failure(parts[0], parts[1].decode(), parts[2].decode(), parts[3].decode())
-        except (struct.error, UnicodeDecodeError) as error:
+            return _failures.decode(head)
+        except (msgspec.MsgspecError, ValueError) as error:
             raise EncodingError.damaged(f"a failure that cannot be read ({error})") from error
 
     def rebuilt(self, where: Member, *, unpickle: bool = True) -> BaseException:
@@ -129,3 +117,10 @@ class Failure:
             error.add_note(note)
         error.__cause__ = RemoteTraceback(f"On {where}:\n{self.traceback}")
         return error
+
+
+def _sendable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+_failures = msgspec.msgpack.Decoder(Failure)

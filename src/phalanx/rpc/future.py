@@ -43,7 +43,6 @@ class Future(Generic[T]):
         "_lock",
         "_run",
         "_short_callbacks",
-        "_sleepers",
         "_value",
     )
 
@@ -64,9 +63,8 @@ class Future(Generic[T]):
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Future[T]], None]] | None = None  # like the next two, made when needed
+        self._callbacks: list[Callable[[Future[T]], None]] | None = None  # like the next one, made when needed
         self._short_callbacks: list[Callable[[Future[T]], None]] | None = None
-        self._sleepers: list[threading.Lock] | None = None
         self._lock = threading.Lock()
         self._help_on = help_on
         self._cancel = cancel
@@ -103,17 +101,18 @@ class Future(Generic[T]):
     def _sleep(self, until: float | None) -> bool:
         sleeper = threading.Lock()
         sleeper.acquire()
-        with self._lock:
-            if self._done:
-                return True
-            self._sleepers = [*(self._sleepers or ()), sleeper]
+
+        def wake(_: Future[T]) -> None:
+            sleeper.release()
+
+        self.add_done_callback(wake, short=True)
         timeout = -1.0 if until is None else max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
         try:
             return sleeper.acquire(timeout=timeout) or self._done
         finally:
             with self._lock:
-                if self._sleepers is not None and sleeper in self._sleepers:  # the time was over
-                    self._sleepers.remove(sleeper)
+                if self._short_callbacks is not None and wake in self._short_callbacks:  # the time was over
+                    self._short_callbacks.remove(wake)
 
     def then(self, function: Callable[[T], Any]) -> Future[Any]:
         """Return a future of what ``function`` makes of the value. An error is handed on, without a call."""
@@ -170,11 +169,9 @@ class Future(Generic[T]):
             if self._done:
                 return False
             self._value, self._error, self._done = value, error, True
-            sleepers, short, callbacks, run = self._sleepers, self._short_callbacks, self._callbacks, self._run
-            self._sleepers = self._short_callbacks = self._callbacks = None
+            short, callbacks, run = self._short_callbacks, self._callbacks, self._run
+            self._short_callbacks = self._callbacks = None
             self._run = self._cancel = self._help_on = None  # they refer to the call, which refers to this
-        for sleeper in sleepers or ():
-            sleeper.release()
         if short:
             self._call_back(short)
         if callbacks and run is not None:

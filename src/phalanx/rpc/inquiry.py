@@ -26,6 +26,7 @@ from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.peer import Call
 from phalanx.rpc.serving import PROGRESS
+from phalanx.system.host import this_host
 from phalanx.system.processes import state_of
 from phalanx.words import format_count, tell
 
@@ -151,32 +152,32 @@ class Inquiries:
             self._threads.discard(threading.current_thread())
             then(group, findings)
 
-    def _pid_here(self, member: Member) -> int:
-        """Return the pid of a worker of this host, as this process sees it; 0 if it cannot see it."""
-        link = self._connections.link_now(member)
-        pid = int(link.state().get("pid", 0)) if link is not None else 0
-        if pid == 0 and member.host == self._connections.host and is_there(member.pid, place_name(member)):
-            return member.pid
-        return pid
-
     def _seen(self, member: Member) -> Finding | None:
         """Ask the kernel."""
         link = self._connections.link_now(member)
-        silent_s = float(link.state().get("silent_s", 0.0)) if link is not None else 0.0
-        if silent_s > _SILENT_S:
+        if link is not None and link.silent_s > _SILENT_S:
             return Finding(
                 "cut",
-                f"Its host has acknowledged nothing for {silent_s:.1f} s: is the link between the hosts cut, or that "
-                f"host down?",
+                f"Its host has acknowledged nothing for {link.silent_s:.1f} s: is the link between the hosts cut, or "
+                f"that host down?",
             )
-        if pid := self._pid_here(member):
-            return _stopped(member, state_of(pid))
-        return None
+        state = state_of(member.pid) if _is_here(member) else ""
+        if state not in ("T", "t"):
+            return None
+        how = "stopped (SIGSTOP)" if state == "T" else "stopped by a debugger"
+        return Finding("stopped", f"It is {how}; `kill -CONT {member.pid}` on {member.host} lets it go on.")
 
     def _silent(self, member: Member, patience_s: float) -> Finding:
         """Find out what can be about a worker that answers no question."""
-        if pid := self._pid_here(member):
-            return _held(state_of(pid), place_of(pid, place_name(member)))
+        if _is_here(member):
+            at = place_of(member.pid, place_name(member))
+            where = f" It is at {shown(at)}." if at else ""
+            return Finding(
+                "interpreter",
+                f"Its process is there (in the state {state_of(member.pid)}), but runs no Python for others: something "
+                f"in it holds the interpreter's lock, or its machine is overloaded.{where}",
+                at,
+            )
         return Finding(
             "silent",
             f"It has not said within {patience_s:g} s what it does, though its host answers: its process is stopped, "
@@ -184,27 +185,13 @@ class Inquiries:
         )
 
 
+def _is_here(member: Member) -> bool:
+    """Return whether this process can see the worker's, on its host."""
+    return member.host == this_host().name and is_there(member.pid, place_name(member))
+
+
 def _patience_s(timeout_s: float) -> float:
     return min(_MOST_S, max(_LEAST_S, _PART * timeout_s))
-
-
-def _stopped(member: Member, state: str) -> Finding | None:
-    if state in ("T", "t"):
-        how = "stopped (SIGSTOP)" if state == "T" else "stopped by a debugger"
-        return Finding("stopped", f"It is {how}; `kill -CONT {member.pid}` on {member.host} lets it go on.")
-    if state in ("", "Z", "X"):
-        return Finding("gone", "Its process has ended.")
-    return None
-
-
-def _held(state: str, at: str) -> Finding:
-    where = f" It is at {shown(at)}." if at else ""
-    return Finding(
-        "interpreter",
-        f"Its process is there (in the state {state}), but runs no Python for others: something in it holds the "
-        f"interpreter's lock, or its machine is overloaded.{where}",
-        at,
-    )
 
 
 def _told(entry: dict[str, Any]) -> Finding:

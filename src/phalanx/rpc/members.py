@@ -3,10 +3,14 @@
 Each worker has a number, its *incarnation*: a worker that comes back under an old name is another one, so names point
 to the incarnation that bears them. A worker that is gone stays gone.
 
-Keys: ``count``, the number of the newest line; ``line/N``, which is read once by each process: a worker that has come
-(its number is that of its line), one that makes no more calls, or one that is gone and why; ``name/NAME``, the
-number of its bearer, by which no two living workers have one name. So who is there costs one small request if nothing
-is new. A process that dies between the first key and the second leaves a number without a line.
+Keys: ``workers``, the newest of these numbers; ``count``, the number of the newest line; ``line/N``, which is read once
+by each process: a worker that has come, one that makes no more calls, or one that is gone and why; ``name/NAME``, its
+bearer, by which no two living workers have one name. So who is there costs one small request if nothing is new. A
+process that dies between ``count`` and its line leaves a number without a line.
+
+The ranks of a world *meet* at the first line at which each of them is a worker that makes calls; from the next line on
+they have to come anew to meet again. All processes read this in the same lines. So a rank that is quick does not count
+those that are about to leave, and one that has left before another looks has met it all the same.
 
 A store that is gone with its host says nothing any more. What has been read is used then, so workers that know each
 other go on; only those that nobody here has met cannot be found.
@@ -20,7 +24,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -28,11 +32,11 @@ import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from phalanx.errors import ArgumentError, InitializationError, RankError
+from phalanx.errors import ArgumentError, InitializationError, PhalanxError, RankError
 from phalanx.system.host import this_host
 from phalanx.wire.key import Key
 
-__all__ = ["LEFT", "Departure", "Member", "Members", "StoreGone", "shared_key", "store_lost"]
+__all__ = ["LEFT", "Departure", "Member", "Members", "needing_store", "shared_key"]
 
 _NAME = r"[A-Za-z0-9_:.@-]{1,127}"
 _STORE_S = 5.0  # far more than an answer takes; without one the store's host is gone
@@ -56,12 +60,18 @@ class Departure(NamedTuple):
 LEFT = Departure(True, "it has left")
 
 
-def store_lost(error: Exception) -> InitializationError:
-    """Make the error of a worker that waits for others, if the store fails in which it would see them."""
-    return InitializationError(
-        "this worker waited for others and lost the job's store, through which they are found: has the process "
-        f"that keeps it ended (rank 0, or the launcher)? Look at its output ({error})"
-    )
+@contextlib.contextmanager
+def needing_store() -> Iterator[None]:
+    """Raise an InitializationError if the store fails, in which a worker that waits for others would see them."""
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except StoreGone as error:
+        raise InitializationError(
+            "this worker waited for others and lost the job's store, through which they are found: has the process "
+            f"that keeps it ended (rank 0, or the launcher)? Look at its output ({error})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -94,8 +104,8 @@ def shared_key(store: Store, job: Key) -> Key:
 
     Under a launcher that gives no key, whoever can read the store can join; with one, nobody else can.
     """
-    own = secrets.token_hex(32)
-    found = store.compare_set("key", "", own)
+    with needing_store():
+        found = store.compare_set("key", "", secrets.token_hex(32))
     return Key(job.secret + found, job.source or "the job's store")
 
 
@@ -115,7 +125,8 @@ class Members:
         self._lock = threading.Lock()  # guards the rest
         self._entries: dict[int, Member] = {}
         self._gone: dict[int, Departure] = {}
-        self._done: set[int] = set()
+        self._came: dict[int, int] = {}  # the line of each worker
+        self._over: dict[int, int] = {}  # the first line that says that a worker is done, or gone
         self._bearers: dict[str | int, int] = {}
         self._seen = 0  # the last number that this process knows of
         self._unread: set[int] = set()  # those of them whose lines it has not read
@@ -128,7 +139,7 @@ class Members:
         """
         if not re.fullmatch(_NAME, name):
             raise ArgumentError(f"{name!r} is not a worker's name: letters, digits and _ : . @ -, at most 127 of them")
-        return Member(name, rank, this_host().name, pid, int(self._ask("add", "count", 1)), address, port)
+        return Member(name, rank, this_host().name, pid, int(self._ask("add", "workers", 1)), address, port)
 
     def join(self, me: Member, is_there: Callable[[Member], bool]) -> None:
         """Let the others find this process. It has to accept connections already.
@@ -140,17 +151,15 @@ class Members:
         Raises:
             InitializationError: another living worker has the name.
         """
-        own, before = str(me.incarnation), ""
-        self._ask("set", f"line/{own}", json.dumps({"came": asdict(me)}))
+        own, before = json.dumps(asdict(me)), ""
         while (bearer := self._ask("compare_set", f"name/{me.name}", before, own).decode()) != own:
-            self._read_new()
-            earlier = self._entries.get(int(bearer))
-            if earlier is not None and not self.gone(earlier) and is_there(earlier):
-                self.leave(me, Departure(True, "its name was refused"))
+            earlier = Member(**json.loads(bearer))
+            if not self.gone(earlier) and is_there(earlier):
                 raise InitializationError(
                     f"a worker is called {me.name} already: {earlier}. Give each its own name: rpc.init(name=...)"
                 )
             before = bearer
+        self._write({"came": asdict(me)})
 
     def note_gone(self, member: Member, departure: Departure) -> None:
         """Note in this process that an incarnation is no more. The first reason stays."""
@@ -192,8 +201,7 @@ class Members:
             RuntimeError: the store is gone.
         """
         self._read_new()
-        over = self._done | self._gone.keys()
-        return [member for member in members if member.incarnation not in over]
+        return [each for each in members if each.incarnation not in self._over and each.incarnation not in self._gone]
 
     def find(self, to: str | int) -> Member:
         """Return the newest worker of a name or a rank, which may be gone.
@@ -218,26 +226,39 @@ class Members:
 
     def all(self) -> list[Member]:
         """Return all workers that are not known to be gone, by rank and name."""
-        return sorted(self.beside(()), key=lambda member: (member.rank < 0, member.rank, member.name))
-
-    def beside(self, known: Collection[int]) -> list[Member]:
-        """Return the workers beside those with these numbers that are not known to be gone."""
         self.refresh()
         with self._lock:
-            return [each for number, each in self._entries.items() if number not in known and number not in self._gone]
+            there = [member for number, member in self._entries.items() if number not in self._gone]
+        return sorted(there, key=lambda member: (member.rank < 0, member.rank, member.name))
 
-    def ranks_seen(self) -> set[int]:
-        """Return the ranks of all workers that have ever come, though some may have gone since.
+    def late(self, me: Member, size: int) -> list[int]:
+        """Return the ranks that have not met this one, see the module's docstring; none if all have.
+
+        Args:
+            me: the worker of this rank, which has joined.
+            size: how many ranks there are.
 
         Raises:
             InitializationError: the store is gone, so nobody who comes could be seen.
         """
-        try:
+        with needing_store():
             self._read_new()
-        except StoreGone as error:
-            raise store_lost(error) from error
         with self._lock:
-            return {member.rank for member in self._entries.values()}
+            lines = [(number, who, True) for who, number in self._came.items()]
+            lines += [(number, who, False) for who, number in self._over.items() if who in self._came]
+            ranks = {who: self._entries[who].rank for who in self._came}
+        there: dict[int, int] = {}
+        for _, who, comes in sorted(lines):
+            rank = ranks[who]
+            if comes and 0 <= rank < size:
+                there[rank] = who
+            elif there.get(rank) == who:
+                del there[rank]
+            if len(there) == size:
+                if there[me.rank] == me.incarnation:
+                    return []
+                there.clear()
+        return [rank for rank in range(size) if rank not in there]
 
     def known(self, incarnation: int) -> Member | None:
         """Return the worker of this number, if this process has read its line; the store is not asked."""
@@ -262,16 +283,18 @@ class Members:
         # Those that are missing are being written, or their processes have ended before that.
         there = self._written(unread)
         read = self._ask("multi_get", [f"line/{number}" for number in there]) if there else []
-        lines = [json.loads(line) for line in read]
+        lines = [(number, json.loads(line)) for number, line in zip(there, read, strict=True)]
         with self._lock:
-            for line in lines:
+            for number, line in lines:
                 if "came" in line:
                     member = Member(**line["came"])
                     self._entries.setdefault(member.incarnation, member)
-                elif "done" in line:
-                    self._done.add(line["done"])
-                else:
-                    self._gone.setdefault(line["gone"], Departure(line["left"], line["why"]))
+                    self._came[member.incarnation] = number
+                    continue
+                who = line.get("done") or line["gone"]
+                self._over[who] = min(number, self._over.get(who, number))
+                if "gone" in line:
+                    self._gone.setdefault(who, Departure(line["left"], line["why"]))
             self._unread.difference_update(there)
 
     def _written(self, numbers: list[int]) -> list[int]:

@@ -7,8 +7,8 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phalanx.diagnosis.call_site import CallSite, shown, text_of
@@ -27,123 +27,82 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Calls", "Peer", "facts_of"]
 
 _SEEN_S = 1.0  # after which the launcher knows of a call
+# How many calls one worker may have under way at another, and how many bytes of arguments in those that are not small.
+# A further call waits for an answer.
+MOST_CALLS = 4096
+MOST_BYTES = 1 << 30
 
 
+@dataclass(eq=False, slots=True)
 class Peer:
-    """A worker, in one incarnation, and all that goes on with it. It is dropped as a whole when its last link ends.
+    """A worker, in one incarnation, and all that goes on with it. It is dropped as a whole when its link ends.
 
     ===============  ==============================  =================================================
     field            written by                      guard
     ===============  ==============================  =================================================
-    ``links``        who dials, welcomes, or ends    lock of ``Connections``; the first one is used
+    ``link``         who dials, welcomes, or ends    lock of ``Connections``; None before and after
     ``calls``        callers, who takes answers      none: one operation of a dict each
     ``given_up``     callers, who takes answers      the same; calls whose callee relies on something
     ``nbytes``       callers                         room of ``Calls``; arguments of calls under way
     ``requests``     who receives, who answers       none: one operation of a dict each
     ``cancelled``    who receives                    the same; cancellations that overtook their call
     ``kept``         who answers, who receives       the same; what receivers of answers rely on
-    ``untaken``      who answers                     ``answering``; sizes of answers being sent
-    ``held``         who receives, who answers       ``answering``; None while requests may begin
     ===============  ==============================  =================================================
     """
 
-    __slots__ = (
-        "answering",
-        "calls",
-        "cancelled",
-        "dialling",
-        "given_up",
-        "held",
-        "kept",
-        "links",
-        "member",
-        "nbytes",
-        "requests",
-        "untaken",
-    )
-
-    def __init__(self, member: Member) -> None:
-        self.member = member
-        self.links: tuple[Link, ...] = ()
-        self.dialling = threading.Lock()  # held by the thread that dials
-        self.calls: dict[int, Call] = {}
-        self.given_up: dict[int, Call] = {}
-        self.nbytes = 0
-        self.requests: dict[int, Incoming] = {}
-        self.cancelled: dict[int, None] = {}
-        self.kept: dict[int, list[Kept]] = {}
-        self.answering = threading.Lock()
-        self.untaken: list[int] = []
-        self.held: deque[Callable[[], object]] | None = None
+    member: Member
+    link: Link | None = None
+    connecting: threading.Lock = field(default_factory=threading.Lock)  # held by who makes the link
+    calls: dict[int, Call] = field(default_factory=dict)
+    given_up: dict[int, Call] = field(default_factory=dict)
+    nbytes: int = 0
+    requests: dict[int, Incoming] = field(default_factory=dict)
+    cancelled: dict[int, None] = field(default_factory=dict)
+    kept: dict[int, list[Kept]] = field(default_factory=dict)
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """A request without an answer yet.
 
-    Args:
-        calls: all of them.
-        run: calls a function with arguments on a thread that may block.
-
     Attributes:
-        number: unique in this process.
+        calls: all of them.
         peer: who is asked.
         asked: what, for people.
-        until: the time of ``time.monotonic`` at which the caller gives up.
-        timeout_s: how long that was.
-        future: gets the answer.
-        link: the way that the request took, once it has been sent.
+        timeout_s: after how long the caller gives up.
         site: where the program made the call.
         made: makes the future's value of the answer.
         codec: how the answer is read.
-        began: when.
         kept: what the callee relies on until it answers; see ``codec.py``.
+        future: gets the answer.
+        number: unique in this process.
+        began, until: when the call was made, and when the caller gives up, by ``time.monotonic``.
         note_at: the time at which the user is told that it takes long.
         nbytes: of its arguments, as far as they count for the room of its worker.
         is_seen: the launcher knows of it, as of all that are under way for a second.
     """
 
-    __slots__ = (
-        "_calls",
-        "asked",
-        "began",
-        "codec",
-        "future",
-        "is_seen",
-        "kept",
-        "link",
-        "made",
-        "nbytes",
-        "note_at",
-        "number",
-        "peer",
-        "site",
-        "timeout_s",
-        "until",
-    )
+    calls: Calls
+    peer: Peer
+    asked: str
+    timeout_s: float
+    site: CallSite | None
+    made: Callable[[Any], Any] | None
+    codec: Codec
+    kept: Sequence[Any]
+    future: Future[Any] = field(init=False)
+    number: int = field(init=False)
+    began: float = field(init=False)
+    until: float = field(init=False)
+    note_at: float = math.inf
+    nbytes: int = 0
+    is_seen: bool = False
 
-    def __init__(
-        self,
-        calls: Calls,
-        run: Callable[..., None],
-        peer: Peer,
-        asked: str,
-        timeout_s: float,
-        site: CallSite | None,
-        made: Callable[[Any], Any] | None,
-        codec: Codec,
-    ) -> None:
-        self._calls = calls
-        self.number = calls.number()
-        self.peer, self.asked, self.timeout_s, self.site = peer, asked, timeout_s, site
-        self.made, self.codec = made, codec
+    def __post_init__(self) -> None:
+        self.number = self.calls.number()
         self.began = now = time.monotonic()
-        self.until = now + timeout_s
-        self.link: Link | None = None
-        self.kept: Sequence[Any] = ()
-        self.note_at = math.inf
-        self.nbytes = 0
-        self.is_seen = False
-        self.future: Future[Any] = Future(self._help, self._cancel, run)
+        self.until = now + self.timeout_s
+        self.future = Future(self._help, self._cancel, self.calls.run)
 
     @property
     def to(self) -> Member:
@@ -155,14 +114,14 @@ class Call:
         return self.number in self.peer.calls
 
     def _help(self, done: Callable[[], bool], timeout_s: float) -> None:
-        if os.getpid() != self._calls.pid:
+        if os.getpid() != self.calls.pid:
             raise ClosedError.of_parent("this call", os.getpid())
-        calls, number = self.peer.calls, self.number
-        if self.link is not None:  # when the answer has come, another thread may still settle what is in it
-            self.link.wait(lambda: number not in calls, number, min(timeout_s, self.until - time.monotonic()))
+        under_way, number, link = self.peer.calls, self.number, self.peer.link
+        if link is not None:  # when the answer has come, another thread may still settle what is in it
+            link.wait(lambda: number not in under_way, number, min(timeout_s, self.until - time.monotonic()))
 
     def _cancel(self) -> None:
-        self._calls.cancel(self)
+        self.calls.cancel(self)
 
     def decode(self, message: Message) -> Any:
         """Read an answer: a value, or an exception."""
@@ -222,6 +181,7 @@ class Calls:
 
     Args:
         peers: returns all peers.
+        run: calls a function with arguments on a thread that may block.
         late: is called with those whose time is over, which are no longer under way.
         cancelled: is called with each that the caller has given up, which is no longer under way either.
         long: is called with those that are under way for long. Each is told again when it has taken twice as long.
@@ -229,21 +189,24 @@ class Calls:
 
     Attributes:
         pid: the process that they belong to.
+        number: makes a number that no other call of this process has.
     """
 
     def __init__(
         self,
         peers: Callable[[], list[Peer]],
+        run: Callable[..., None],
         late: Callable[[list[Call]], None],
         cancelled: Callable[[Call], None],
         long: Callable[[list[Call]], None],
         long_s: float,
     ) -> None:
         self.pid = os.getpid()
+        self.number = itertools.count(1).__next__
+        self.run = run
         self._peers = peers
         self._late, self._cancelled, self._long, self._long_s = late, cancelled, long, long_s
         self._seen_s = min(_SEEN_S, long_s)
-        self.number = itertools.count(1).__next__  # a number that no other call of this process has
         self._changed = threading.Condition()  # guards the next three
         self._next = math.inf
         self._thread: threading.Thread | None = None
@@ -284,21 +247,15 @@ class Calls:
                 self._leave(call)
         return call
 
-    def take_all(self, peer: Peer, link: Link | None = None) -> list[Call]:
-        """Remove all calls to a peer, or those that took a link."""
-        for call in list(peer.given_up.values()):
-            if link is None or call.link is link:
-                peer.given_up.pop(call.number, None)
-        chosen = [call for call in list(peer.calls.values()) if link is None or call.link is link]
-        return [call for call in chosen if self.take(peer, call.number) is not None]
+    def take_all(self, peer: Peer) -> list[Call]:
+        """Remove all calls to a peer."""
+        peer.given_up.clear()
+        return [call for call in list(peer.calls.values()) if self.take(peer, call.number) is not None]
 
     def cancel(self, call: Call) -> None:
         """Remove a call that nobody waits for any more."""
         if self._give_up(call):
-            if call.link is None:  # it was not sent
-                call.peer.given_up.pop(call.number, None)
-            else:
-                self._cancelled(call)
+            self._cancelled(call)
 
     def _give_up(self, call: Call) -> bool:
         """Remove a call whose callee relies on what it keeps until the answer comes; whether it was under way."""
@@ -311,23 +268,24 @@ class Calls:
             return False
         return True
 
-    def wait_for_room(self, call: Call, nbytes: int, most: int, most_bytes: int) -> None:
+    def wait_for_room(self, call: Call, nbytes: int) -> None:
         """Wait until there is room for a call to its worker, whose only call always has room.
 
         Args:
             call: the call, which has been entered.
             nbytes: of its arguments.
-            most, most_bytes: how many calls to the worker, and how many bytes of theirs, may be under way.
 
         Raises:
             TimeoutError: that takes longer than the call may.
         """
         peer = call.peer
+        if nbytes <= Link.SMALL_BYTES and len(peer.calls) <= MOST_CALLS:
+            return
 
         def has_room() -> bool:
             if not call.is_under_way():
                 return True  # it has ended, as all do whose worker is lost
-            return len(peer.calls) <= most and (not peer.nbytes or peer.nbytes + nbytes <= most_bytes)
+            return len(peer.calls) <= MOST_CALLS and (not peer.nbytes or peer.nbytes + nbytes <= MOST_BYTES)
 
         with self._room:
             self._waiting += 1

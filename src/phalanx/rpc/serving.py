@@ -1,11 +1,4 @@
-"""The callee's side: what other workers may ask for, and the requests of theirs that are under way here.
-
-An answer lies in this process's memory until its receiver has taken it. Calls are bounded by their callers, but a small
-call may have a large answer, so the callee bounds these: of one receiver, answers with ``MOST_BYTES`` may wait, or a
-single larger one. Then its requests are held, in their order, until fewer wait. Those that run already go on, and each
-may add one answer. Nothing waits for a held request but its caller: messages are received whatever is held, so answers
-are taken.
-"""
+"""The callee's side: what other workers may ask for, and the requests of theirs that are under way here."""
 
 from __future__ import annotations
 
@@ -14,7 +7,6 @@ import math
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +18,7 @@ from phalanx.rpc.codec import FACTS, NUMBER, PICKLED, Codec, Kept, receiving, se
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
-from phalanx.rpc.links.contract import Kind, Link, LinkEnded, Message
+from phalanx.rpc.links.contract import Kind, LinkEnded, Message
 from phalanx.rpc.members import Member
 from phalanx.rpc.peer import Peer
 from phalanx.words import tell
@@ -36,7 +28,6 @@ __all__ = ["CANCEL", "NOBODY", "PROGRESS", "RECEIPT", "Incoming", "Serving"]
 # The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it;
 # the third says how far calls have come (inquiry.py).
 CANCEL, RECEIPT, PROGRESS = "cancel", "receipt", "progress"
-MOST_BYTES = 1 << 30
 _MOST_EARLY = 1024
 NOBODY, _LATER = 0, -1  # in the place of a thread
 
@@ -104,7 +95,7 @@ class Serving:
         """See :meth:`phalanx.rpc.agent.Agent.serve`."""
         self._services[service] = _Service(handler, quick, codec)
 
-    def take(self, link: Link, peer: Peer, message: Message, *, may_block: bool) -> None:
+    def take(self, peer: Peer, message: Message, *, may_block: bool) -> None:
         """Run what a message asks for: on this thread if that is allowed, else soon on another."""
         service = self._services.get(message.service)
         incoming = Incoming(peer)
@@ -113,19 +104,10 @@ class Serving:
             peer.requests[message.call] = incoming
             if peer.cancelled and peer.cancelled.pop(message.call, False) is None:
                 incoming.give_up()
-        if service is not None and service.quick:
-            self._run(link, incoming, service, message)
-            return
-        if peer.held is not None:
-            begin = partial(self._handlers.run, self._run, link, incoming, service, message)
-            with peer.answering:
-                if peer.held is not None:
-                    peer.held.append(begin)
-                    return
-        if may_block:
-            self._run(link, incoming, service, message)
+        if may_block or (service is not None and service.quick):
+            self._run(incoming, service, message)
         else:
-            self._handlers.run(self._run, link, incoming, service, message)
+            self._handlers.run(self._run, incoming, service, message)
 
     def active_at(self) -> float:
         """Return when something was last done here for another worker, on the monotonic clock."""
@@ -136,9 +118,8 @@ class Serving:
         for incoming in list(peer.requests.values()):
             incoming.give_up()
         peer.kept.clear()
-        self._begin_held(peer)
 
-    def _run(self, link: Link, incoming: Incoming, service: _Service | None, message: Message) -> None:
+    def _run(self, incoming: Incoming, service: _Service | None, message: Message) -> None:
         peer = incoming.caller
         asks = message.kind is Kind.REQUEST
         codec = service.codec if service is not None else PICKLED
@@ -147,7 +128,7 @@ class Serving:
         try:
             if incoming.given_up:
                 peer.requests.pop(message.call, None)
-                self._answer_nobody(link, message.call)
+                self._answer_nobody(peer, message.call)
                 return
             self._began_at = incoming.began = time.monotonic()
             incoming.thread = threading.get_ident()
@@ -164,7 +145,7 @@ class Serving:
             result = service.handler(incoming, value)
         except BaseException as error:
             if asks:
-                self._answer(link, peer, message.call, codec, error, failed=True)
+                self._answer(peer, message.call, codec, error, failed=True)
             return
         finally:
             message.head, message.buffers = b"", ()
@@ -172,22 +153,22 @@ class Serving:
             return
         if isinstance(result, Future):
             incoming.thread = _LATER
-            result.add_done_callback(partial(self._answer_later, link, peer, message.call, codec))
+            result.add_done_callback(partial(self._answer_later, peer, message.call, codec))
         else:
-            self._answer(link, peer, message.call, codec, result)
+            self._answer(peer, message.call, codec, result)
 
-    def _answer_later(self, link: Link, peer: Peer, number: int, codec: Codec, future: Future[Any]) -> None:
+    def _answer_later(self, peer: Peer, number: int, codec: Codec, future: Future[Any]) -> None:
         try:
-            self._answer(link, peer, number, codec, future.wait(0))
+            self._answer(peer, number, codec, future.wait(0))
         except BaseException as error:
-            self._answer(link, peer, number, codec, error, failed=True)
+            self._answer(peer, number, codec, error, failed=True)
 
-    def _answer(self, link: Link, peer: Peer, number: int, codec: Codec, value: Any, *, failed: bool = False) -> None:
-        incoming = peer.requests.pop(number, None)
-        if incoming is None:
+    def _answer(self, peer: Peer, number: int, codec: Codec, value: Any, *, failed: bool = False) -> None:
+        incoming, link = peer.requests.pop(number, None), peer.link
+        if incoming is None or link is None:
             return
         if incoming.given_up:
-            self._answer_nobody(link, number)
+            self._answer_nobody(peer, number)
             return
         kept: list[Kept] = []
         head: bytes
@@ -205,10 +186,7 @@ class Serving:
             peer.kept[number] = kept
         answer = Message(kind, number, RECEIPT if kept else "", head, buffers)
         try:
-            if buffers and answer.nbytes > link.SMALL_BYTES:
-                self._send_large(link, peer, answer)
-            else:
-                link.send(answer, math.inf)
+            link.send(answer, math.inf)
         except Exception as error:
             peer.kept.pop(number, None)  # there will be no receipt
             if isinstance(error, LinkEnded):
@@ -217,32 +195,14 @@ class Serving:
                 tell(f"warning: {peer.member} takes no answers: {error}")
                 return
             peer.requests[number] = incoming
-            self._answer(link, peer, number, codec, error, failed=True)  # it cannot be sent, but that can
+            self._answer(peer, number, codec, error, failed=True)  # it cannot be sent, but that can
 
-    def _send_large(self, link: Link, peer: Peer, answer: Message) -> None:
-        nbytes = answer.nbytes
-        with peer.answering:
-            peer.untaken.append(nbytes)
-            if peer.held is None and len(peer.untaken) > 1 and sum(peer.untaken) > MOST_BYTES:
-                peer.held = deque()
-        try:
-            link.send(answer, math.inf)
-        finally:
-            with peer.answering:
-                peer.untaken.remove(nbytes)
-            if len(peer.untaken) < 2 or sum(peer.untaken) <= MOST_BYTES:
-                self._begin_held(peer)
-
-    def _begin_held(self, peer: Peer) -> None:
-        with peer.answering:
-            held, peer.held = peer.held, None
-        for begin in held or ():
-            begin()
-
-    def _answer_nobody(self, link: Link, number: int) -> None:
+    def _answer_nobody(self, peer: Peer, number: int) -> None:
         """Say of a call that was given up that nothing which came with it is relied on any more."""
-        with contextlib.suppress(LinkEnded, OSError):
-            link.send(Message(Kind.FAILURE, number, "", b"", ()), math.inf)
+        link = peer.link
+        if link is not None:
+            with contextlib.suppress(LinkEnded, OSError):
+                link.send(Message(Kind.FAILURE, number, "", b"", ()), math.inf)
 
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
         """Give a request up, also one that has not come: a cancellation overtakes a large request."""

@@ -1,36 +1,19 @@
 """Becoming a worker, and leaving: ``rpc.init()`` and ``rpc.shutdown()``.
 
-The ranks that become workers meet in the first part of the world's store that is not over. Part ``K`` has a random
-name, which the first rank that comes there gives it. A part is over when its outcome is written, once: the first who
-sees that all ranks have come writes that they have met, or the first who has waited in vain that it gives up. All obey
-that, and nobody goes into a part that is over. So a rank that is quick does not find those who are about to leave, and
-one that tries again does not count those who have gone. An attempt that fails before its rank is a worker does not
-count: the others wait for it in the same part.
-
-A worker that is no rank waits until the ranks have met in the part that rank 0 was in last.
-
-======================  ======================  ================================  ================================
-key                     written by              read by                           if the writer dies before
-======================  ======================  ================================  ================================
-``.../K``               any rank, first wins    ranks                             another one writes it
-``phalanx/rpc/newest``  rank 0                  workers that are no rank          they wait until their time is over
-``came/R`` (of a part)  rank R, as a worker     ranks                             it is waited for
-``outcome``             any rank, first wins    all                               others write it after their time
-======================  ======================  ================================  ================================
+The directory of workers (``members.py``) lies in the job's store, in a part for each attempt of the launcher and each
+size of the world. There the ranks meet. A worker that is no rank finds the part by a key, which rank 0 empties before
+the ranks meet and writes once they have.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import itertools
 import math
 import os
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -38,17 +21,19 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from phalanx import settings
 from phalanx import world as worlds
 from phalanx.errors import ClosedError, InitializationError
-from phalanx.membership.client import kept_store
+from phalanx.membership.client import kept_store, peek, underlying
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.inquiry import LONG_S
-from phalanx.rpc.members import Member, StoreGone, store_lost
+from phalanx.rpc.members import Member, needing_store
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
 from phalanx.system.threads import renew_engine, within
 from phalanx.topology.environment import place_with
 from phalanx.wire.key import Key, job_key
 from phalanx.words import format_named, tell
 
-__all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutdown", "wait_for"]
+__all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutdown", "wait_for_shutdown"]
+
+T = TypeVar("T")
 
 # How often the store is asked whether others have come or are done: together the ranks ask it so often.
 _LOOKS_PER_S = 1000
@@ -58,12 +43,10 @@ _STORE_S = 5.0  # for the job's store, beside what the others may take
 # When one who waits in shutdown() makes links to those who are late, to how many of them at a time, and in what time.
 _LINK_AFTER_S = 0.1
 _LINKS_AT_ONCE = 4
-_REACH_S = 2.0
+REACH_S = 2.0
 _ATTEMPT_S = 5.0  # for one attempt to connect to the store of a job that this process is no rank of
 JOIN_S = 60.0  # for connecting to a launcher's store
-_NEWEST = "phalanx/rpc/newest"
-_OUTCOME, _MET = "outcome", "met"
-_CONCLUDE_S = 1.0
+_PART = "phalanx/rpc/part"
 
 _agent: Agent | None = None
 _own_world: worlds.World | None = None  # that init() has joined, and shutdown() leaves
@@ -203,8 +186,7 @@ def init(
 
     Raises:
         InitializationError: it is a worker already, the name is taken, ranks did not come in time, or it cannot
-            encrypt, and was to. It may be called again. If it has waited in vain, the others are told, and have to
-            call it again as well.
+            encrypt, and was to. It may be called again; the others wait for it meanwhile.
         BackendError: the system gives this process no more threads.
     """
     global _own_world
@@ -220,24 +202,26 @@ def init(
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
     own_name = name or f"worker{rank}"
-    meeting = find_meeting(store, rank, size)
-    made = begin(meeting.store, own_name, rank, address, timeout_s, **how)
-    in_vain = True
+    # No prefix of torch's or of the program's: a worker that is no rank reads it too, and cannot know such a prefix.
+    whole = underlying(store)
+    part = f"phalanx/rpc/{place_with(None, None, None, None).attempt}/of {size}"
+    with needing_store():
+        if rank == 0:
+            whole.set(_PART, "")
+    made = begin(PrefixStore(part, whole), own_name, rank, address, timeout_s, **how)
     try:
-        meeting.come(rank)
-        # A rank that was quick may have called shutdown() before this one has seen it.
-        wait_for(lambda: meeting.missing(made.ranks_seen(), size), wait_s, "for rpc.init() of", size)
-        in_vain = False
-    except InitializationError as error:
-        in_vain = meeting.give_up(rank, error)  # no, if another one has seen that all have met
-        if in_vain:
-            raise
-    except BaseException as error:
-        meeting.give_up(rank, error)
+        with needing_store():
+            wait_for(
+                lambda: made.directory.late(made.me, size),
+                lambda late: f"for rpc.init() of {format_named('rank', late)}.",
+                wait_s,
+                size,
+            )
+            if rank == 0:
+                whole.set(_PART, part)
+    except BaseException:
+        _close(made)
         raise
-    finally:
-        if in_vain:
-            _close(made)
     return made.me
 
 
@@ -272,27 +256,23 @@ def _close(made: Agent) -> None:
 
 
 def _wait_for_others(made: Agent, timeout_s: float) -> None:
-    waited_for: list[Member] = []  # written by the thread that waits, and read once that has taken too long
+    late: list[Member] = []  # written by the thread that waits, and read once that has taken too long
 
     def wait() -> None:
         # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
-        others = [member for member in made.members() if member.rank >= 0]
-        made.say_done()
-        since = time.monotonic()
+        late[:] = [member for member in made.members() if member.rank >= 0]
+        made.directory.say_done(made.me)
 
-        def missing() -> list[int]:
-            waited_for[:] = made.not_done(others)
-            _reach_late(made, waited_for, since, since + timeout_s)
-            return [member.rank for member in waited_for]
+        def missing() -> list[Member]:
+            late[:] = made.directory.not_done(late)
+            return late
 
-        wait_for(
-            missing, timeout_s, "for rpc.shutdown() of", len(others), lambda: made.inquiries.why_not_done(waited_for)
-        )
+        wait_for_shutdown(made, missing, timeout_s, len(late))
 
     try:
         within(timeout_s + _STORE_S, wait)
     except TimeoutError:
-        whom = f" of {format_named('rank', [one.rank for one in waited_for])}" if waited_for else ""
+        whom = f" of {format_named('rank', [one.rank for one in late])}" if late else ""
         tell(
             f"warning: rpc.shutdown() ends without the others: waited {timeout_s:g} s for rpc.shutdown(){whom}. "
             f"What keeps them could not be found out within {_STORE_S:g} s more: does the job's store answer?"
@@ -301,16 +281,36 @@ def _wait_for_others(made: Agent, timeout_s: float) -> None:
         tell(f"warning: rpc.shutdown() ends without the others: {error}")
 
 
-def _reach_late(made: Agent, late: list[Member], since: float, until: float) -> None:
-    """Have links to some of those who are there and have not called ``shutdown``.
+def wait_for_shutdown(made: Agent, missing: Callable[[], list[Member]], timeout_s: float, waiting: int) -> None:
+    """Wait until all others have come to ``shutdown``, or are gone.
 
-    Nobody may have a link to one that is killed meanwhile, and so nobody would notice. So each who waits has links to
-    those whom it waits for, a few at a time, which are all of them before the end. They begin after its own rank, so
-    that those who wait have the others shared out among them.
+    Nobody may have a link to one that is killed meanwhile, and so nobody would notice. So each who waits makes links to
+    those whom it waits for, a few at a time. They begin after its own rank, so that those who wait have the others
+    shared out among them.
+
+    Args:
+        made: this worker.
+        missing: those who have not come, and are not known to be gone.
+        timeout_s: how long to wait, in seconds.
+        waiting: how many workers do so.
+
+    Raises:
+        InitializationError: the time is over; it says who is late and what they do.
     """
-    if time.monotonic() - since >= _LINK_AFTER_S:
-        for member in sorted(late, key=lambda member: (member.rank < made.me.rank, member.rank))[:_LINKS_AT_ONCE]:
-            made.reach(member, max(0.0, min(_REACH_S, until - time.monotonic())))
+    since = time.monotonic()
+
+    def late() -> list[Member]:
+        found = missing()
+        if time.monotonic() - since >= _LINK_AFTER_S:
+            for member in sorted(found, key=lambda one: (one.rank < made.me.rank, one.rank))[:_LINKS_AT_ONCE]:
+                made.reach(member, max(0.0, min(REACH_S, since + timeout_s - time.monotonic())))
+        return found
+
+    def text(members: Sequence[Member]) -> str:
+        ranks = format_named("rank", [member.rank for member in members])
+        return f"for rpc.shutdown() of {ranks}. {made.inquiries.why_not_done(members)}".rstrip()
+
+    wait_for(late, text, timeout_s, waiting)
 
 
 def own_address(*, one_host: bool) -> str:
@@ -326,47 +326,30 @@ def own_address(*, one_host: bool) -> str:
 
 
 def wait_for(
-    missing: Callable[[], list[int]], timeout_s: float, what: str, size: int, why: Callable[[], str] = str
+    missing: Callable[[], Sequence[T]], text: Callable[[Sequence[T]], str], timeout_s: float, waiting: int
 ) -> None:
-    """Wait until no ranks are missing, and say now and then which ones are, and why.
+    """Wait until nothing is missing, and say now and then what is.
 
     Args:
-        missing: the ranks that are.
+        missing: what is.
+        text: what is waited for, if these are missing, in words that go behind "waiting".
         timeout_s: how long to wait, in seconds.
-        what: what for, in words that go before the ranks.
-        size: how many ranks there are, who all look as this one does.
-        why: says what the missing ones do.
+        waiting: how many processes look as this one does.
 
     Raises:
         InitializationError: the time is over.
     """
-    late: list[int] = []
-
-    def pending() -> bool:
-        late[:] = missing()
-        return bool(late)
-
-    _wait_while(pending, lambda: f"{what} {format_named('rank', late)}. {why()}".rstrip(), timeout_s, size)
-
-
-def _wait_while(pending: Callable[[], bool], text: Callable[[], str], timeout_s: float, waiting: int) -> None:
-    """Wait as long as it is pending, say now and then what for, and raise an InitializationError after the time.
-
-    Args:
-        text: what for, in words that go behind "waiting".
-        waiting: how many processes look as this one does.
-    """
     began = time.monotonic()
     silent_s = _TELL_S
-    while pending():
+    while late := missing():
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
-            raise InitializationError(f"waited {timeout_s:g} s {text()}")
+            raise InitializationError(f"waited {timeout_s:g} s {text(late)}")
         # A server that others call is where it should be: it waits for as long as they train.
         idle_s = min(waited_s, time.monotonic() - _agent.active_at()) if _agent is not None else waited_s
         if idle_s > silent_s:
             silent_s = 4 * idle_s
-            tell(f"waiting {text()}")
+            tell(f"waiting {text(late)}")
         time.sleep(max(1 / _MOST_LOOKS_PER_S, waiting / _LOOKS_PER_S))
 
 
@@ -389,9 +372,11 @@ def _foreign_store(join: str, wait_s: float) -> tuple[Store, str]:
         raise InitializationError(f"join={join!r} is not HOST:PORT")
     store = _connected(host, int(port), wait_s)
     what = f"for all ranks of the job whose store is at {join} to call rpc.init()"
-    meeting = newest_meeting(store, lambda pending: _wait_while(pending, lambda: what, wait_s, 1))
+    with needing_store():
+        wait_for(lambda: [] if peek(store, _PART) else [_PART], lambda _: what, wait_s, 1)
+        part = (peek(store, _PART) or b"").decode()
     local = all(is_loopback(found) for found in resolve(host))
-    return meeting.store, own_address(one_host=local)
+    return PrefixStore(part, store), own_address(one_host=local)
 
 
 def _connected(host: str, port: int, wait_s: float) -> Store:
@@ -412,127 +397,3 @@ def _connected(host: str, port: int, wait_s: float) -> Store:
         else:
             store.set_timeout(timedelta(seconds=wait_s))
             return store
-
-
-# -- the rendezvous of the ranks -------------------------------------------------------------------
-
-
-class Meeting:
-    """One part of a store, in which workers meet.
-
-    Attributes:
-        store: that part.
-    """
-
-    def __init__(self, part: str, whole: Store) -> None:
-        self.store = PrefixStore(part, whole)
-
-    def come(self, rank: int) -> None:
-        """Say that this process has become a worker here.
-
-        Raises:
-            InitializationError: the store is gone.
-        """
-        try:
-            self.store.set(f"came/{rank}", "")
-        except StoreGone as error:
-            raise store_lost(error) from error
-
-    def missing(self, seen: set[int], size: int) -> list[int]:
-        """Return the ranks that have not come.
-
-        Args:
-            seen: the ranks that were seen here; some may have been refused.
-            size: how many ranks there are.
-
-        Raises:
-            InitializationError: another rank has given up; or the store is gone.
-        """
-        try:
-            late = sorted(set(range(size)) - seen)
-            if not late and not self.store.check([f"came/{rank}" for rank in range(size)]):
-                late = [rank for rank in range(size) if not self.store.check([f"came/{rank}"])]
-            outcome = self.outcome() if late else self._conclude(_MET)
-        except StoreGone as error:
-            raise store_lost(error) from error
-        if outcome in ("", _MET):
-            return late
-        raise InitializationError(f"rpc.init() cannot succeed: {outcome}. Call it again on all ranks")
-
-    def give_up(self, rank: int, why: BaseException) -> bool:
-        """Say that this rank has waited in vain. Whether that counts: not if all have met, as another one has seen."""
-        text = f"rank {rank} has given up ({str(why) or type(why).__name__})"
-        # The store may be gone with its host, and then those who wait learn of that.
-        with contextlib.suppress(*StoreGone, TimeoutError):
-            return within(_CONCLUDE_S, lambda: self._conclude(text)) != _MET
-        return True
-
-    def has_met(self) -> bool:
-        """Return whether all ranks have come here, as one of them has seen."""
-        return self.outcome() == _MET
-
-    def outcome(self) -> str:
-        """Return how it has ended; empty if it has not."""
-        return self.store.get(_OUTCOME).decode() if self.store.check([_OUTCOME]) else ""
-
-    def _conclude(self, outcome: str) -> str:
-        return self.store.compare_set(_OUTCOME, "", outcome).decode()
-
-
-def find_meeting(store: Store, rank: int, size: int) -> Meeting:
-    """Return the part of a world's store in which its workers meet now.
-
-    Each attempt of a launcher has parts of its own. No prefix of torch's or of the program's stands before their keys:
-    a worker that is no rank reads them too, and cannot know such a prefix.
-
-    Args:
-        store: the world's.
-        rank, size: this process's rank, and the number of ranks.
-
-    Raises:
-        InitializationError: the store is gone.
-    """
-    key = f"phalanx/rpc/{place_with(None, None, None, None).attempt}/of {size}"
-    whole = store
-    while isinstance(whole, PrefixStore):
-        whole = whole.underlying_store
-    try:
-        for number in itertools.count():
-            own = f"phalanx/rpc/{secrets.token_hex(8)}"
-            part = store.compare_set(f"{key}/{number}", "", own).decode()
-            meeting = Meeting(part, whole)
-            if not meeting.outcome():
-                break
-        if rank == 0:
-            whole.set(_NEWEST, part)
-    except StoreGone as error:
-        raise store_lost(error) from error
-    return meeting
-
-
-def newest_meeting(whole: Store, wait: Callable[[Callable[[], bool]], None]) -> Meeting:
-    """Return the part of a job's store in which its ranks have met, for a worker that is none of them.
-
-    Args:
-        whole: the job's store.
-        wait: waits as long as the function that it is given says so.
-
-    Raises:
-        InitializationError: what ``wait`` raises; or the store is gone.
-    """
-    found = Meeting("", whole)
-
-    def pending() -> bool:
-        nonlocal found
-        if whole.check([_NEWEST]):
-            found = Meeting(whole.get(_NEWEST).decode(), whole)
-            return not found.has_met()
-        return True
-
-    try:
-        wait(pending)
-    except InitializationError:
-        raise
-    except StoreGone as error:
-        raise store_lost(error) from error
-    return found

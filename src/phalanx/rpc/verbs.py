@@ -177,16 +177,15 @@ def name_of(function: object) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-_loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
-_user: Agent | None = None  # which has the loop: the newest worker that this process has become
+_loops: dict[Agent, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
 _loop_lock = threading.Lock()
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop on which this process awaits what others ask for; it has a thread of its own."""
-    global _loop
+    """Return the event loop on which this worker awaits what others ask for; it has a thread of its own."""
+    agent = session.agent()
     with _loop_lock:
-        if _loop is None:
+        if agent not in _loops:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="phalanx-rpc-asyncio", daemon=True)
             try:
@@ -194,24 +193,19 @@ def event_loop() -> asyncio.AbstractEventLoop:
             except BaseException:
                 loop.close()
                 raise
-            _loop = loop, thread
-        return _loop[0]
+            _loops[agent] = loop, thread
+            agent.on_close(lambda: _end_event_loop(agent))
+        return _loops[agent][0]
 
 
 def _end_event_loop(agent: Agent) -> None:
-    global _loop, _user
     with _loop_lock:
-        if _user is not agent:
-            return  # it is another one's now
-        _user = None
-        if _loop is not None:
-            loop, thread = _loop
-            loop.call_soon_threadsafe(loop.stop)
-            if thread is not threading.current_thread():
-                thread.join(_LOOP_END_S)
-            if not thread.is_alive():  # else something on it does not return, and its thread ends with the process
-                loop.close()
-            _loop = None
+        loop, thread = _loops.pop(agent)
+    loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(_LOOP_END_S)
+    if not thread.is_alive():  # else something on it does not return, and its thread ends with the process
+        loop.close()
 
 
 def _await(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -232,11 +226,7 @@ def _on_call(incoming: Incoming, asked: Asked) -> Any:
 
 
 def _equip(agent: Agent) -> None:
-    global _user
     requests.serve(agent, CALL, _on_call, operator.itemgetter(0))
-    with _loop_lock:
-        _user = agent
-    agent.on_close(lambda: _end_event_loop(agent))
 
 
 session.on_init(_equip)

@@ -23,9 +23,6 @@ from phalanx.wrong_arguments import require
 __all__ = ["Watch", "describe", "watch", "workers"]
 
 LOOK_S = 0.25  # the pause between two looks
-# How long a link to a worker may take to make before others are looked at.
-_REACH_S = 2.0
-
 Callback = Callable[[Member, str], None]
 
 
@@ -73,9 +70,9 @@ class Watch:
         self._over: set[int] = set()  # incarnations whose end has been told, and those that are not watched
         self._changes: TimedQueue[tuple[Member, str] | None] = TimedQueue()
         self._stopped = False
-        self._forget = agent.on_change(lambda member, event: self._changes.put((member, event)))
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-watch", daemon=True)
-        _watches.setdefault(agent, set()).add(self)  # before it runs, so that it is stopped if the agent is closed now
+        self._forget = agent.on_change(lambda member, event: self._changes.put((member, event)))
+        self._forget_end = agent.on_close(self.stop)
         try:
             start(self._thread)
         except BaseException:
@@ -86,10 +83,10 @@ class Watch:
         """Call the callback no more. When this returns, it is not running, unless it is the one that calls this."""
         self._stopped = True
         self._forget()
+        self._forget_end()
         self._changes.put(None)
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        _watches.get(self._agent, set()).discard(self)
 
     def _run(self) -> None:
         due = time.monotonic()
@@ -105,7 +102,9 @@ class Watch:
                 self._note_end(*change)
 
     def _look(self) -> None:
-        for member in self._agent.arrivals(self._there.keys() | self._over):
+        for member in self._agent.members():
+            if member.incarnation in self._there or member.incarnation in self._over:
+                continue
             if not self._is_watched(member):
                 self._over.add(member.incarnation)
             elif not self._stopped:
@@ -114,7 +113,7 @@ class Watch:
         for member in list(self._there.values()):
             if self._stopped:
                 return
-            if (departure := self._agent.reach(member, _REACH_S)) is not None:
+            if (departure := self._agent.reach(member, session.REACH_S)) is not None:
                 self._note_end(member, "left" if departure.left else "lost")
 
     def _is_watched(self, member: Member) -> bool:
@@ -142,9 +141,6 @@ class Watch:
             tell(f"warning: the callback of rpc.watch() failed for {member}, which {event}: {error!r}")
 
 
-_watches: dict[Agent, set[Watch]] = {}
-
-
 def watch(callback: Callback, to: str | int | Member | None = None) -> Watch:
     """Have a function called when workers come and go, until ``stop()`` of what this returns, or ``rpc.shutdown()``.
 
@@ -164,14 +160,3 @@ def watch(callback: Callback, to: str | int | Member | None = None) -> Watch:
     """
     require(watch, callback, to)
     return Watch(session.agent(), callback, to)
-
-
-def _equip(agent: Agent) -> None:
-    def end() -> None:
-        for each in list(_watches.pop(agent, ())):
-            each.stop()
-
-    agent.on_close(end)
-
-
-session.on_init(_equip)

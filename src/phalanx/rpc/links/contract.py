@@ -147,6 +147,7 @@ class Link(ABC):
 
     name: str  # for people: ``shared memory``, ``tcp``
     peer: Peer | None = None  # at the other end, from when the agent knows the link to its end
+    silent_s = 0.0  # for how long its host has not acknowledged what was sent
 
     @abstractmethod
     def send(self, message: Message, timeout_s: float) -> None:
@@ -192,17 +193,6 @@ class Link(ABC):
             call: the number of the call.
             timeout_s: how long to do so at most. It may return before.
         """
-
-    def state(self) -> dict[str, float | str]:
-        """Return what is known of the other process without asking it.
-
-        Returns:
-            Nothing, or what this way can tell: ``process``, the state of the process as the kernel names it (``T``:
-            stopped), empty if it is gone, with its ``pid`` here; ``alive_s_ago`` and ``python_s_ago``, when it last ran
-            at all, and when its interpreter did; ``silent_s``, for how long its host has not acknowledged what was
-            sent.
-        """
-        return {}
 
 
 class LinkEnded(Exception):

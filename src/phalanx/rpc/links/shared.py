@@ -38,7 +38,6 @@ from phalanx.rpc.links.contract import (
     decode_service,
     encode_service,
 )
-from phalanx.system.processes import state_of
 from phalanx.words import tell
 
 __all__ = ["Box", "Damaged", "SharedHub", "SharedLink", "pack", "received"]
@@ -315,17 +314,6 @@ class SharedLink(Link):
         """See :class:`Link`."""
         self._core.phx_rpc_end(self._handle)
         self._end(_HERE)
-
-    def state(self) -> dict[str, float | str]:
-        """See :class:`Link`. ``python_s_ago`` is long ago if something holds the interpreter's lock."""
-        alive, python = c_uint64(), c_uint64()
-        pid = self._core.phx_rpc_facts(self._handle, alive, python)
-        return {
-            "alive_s_ago": alive.value / 1e9,
-            "python_s_ago": python.value / 1e9,
-            "process": state_of(pid),
-            "pid": pid,
-        }
 
     def _end(self, why: str, *, left: bool = False) -> None:
         with self._ending:

@@ -96,7 +96,6 @@ class SocketLink(Link):
         self._armed: Armed | None = None
         self._assembler = Assembler(sock, session, rest)
         self._host = Acknowledged(sock)
-        self._silent_s = 0.0
         self._ending = threading.Lock()
         self._large = threading.Lock()  # held for one large message
         self._reading = threading.Lock()  # held by the thread that reads
@@ -114,10 +113,6 @@ class SocketLink(Link):
     def fileno(self) -> int:
         """The descriptor; -1 after the end."""
         return self.sock.fileno()
-
-    def state(self) -> dict[str, float | str]:
-        """See :class:`Link`."""
-        return {"silent_s": self._silent_s}
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -328,7 +323,7 @@ class SocketLink(Link):
         host = self._host
         if self.over or host.is_silent:
             return
-        self._silent_s = host.silent_s()
+        self.silent_s = host.silent_s()
         if host.is_silent:
             with contextlib.suppress(OSError):
                 host.sock.shutdown(socket.SHUT_RDWR)  # this wakes whoever reads, who ends the link

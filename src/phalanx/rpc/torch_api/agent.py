@@ -12,7 +12,6 @@ import json
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from phalanx.errors import ArgumentError, InitializationError, PhalanxError, Ran
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Member
 from phalanx.rpc.future import Future
+from phalanx.rpc.members import LEFT
 from phalanx.rpc.objects import table_of
 from phalanx.rpc.torch_api.torch_names import api, cpp, stand_in
 from phalanx.system.host import this_host
@@ -31,10 +31,7 @@ from phalanx.words import tell
 __all__ = ["TensorPipeAgent", "agent", "check_device_maps", "init_backend", "is_set", "wait_all_workers"]
 
 _NAMES_S = 1800.0  # for all workers to come, if calls have no limit
-# When one who waits in shutdown() makes links to those who are late, to how many of them at a time, and in what time.
-_LINK_AFTER_S = 0.1
-_LINKS_AT_ONCE = 4
-_REACH_S = 2.0
+_AT_ONCE_S = 0.1  # in which workers that shut down at the same time have come
 
 _agent: TensorPipeAgent | None = None
 
@@ -111,7 +108,7 @@ class TensorPipeAgent:
             self.phalanx.on_change(self._on_change)
             if world_size:
                 if rank > 0:  # so a first call has not to wait for a link, and rank 0 notices a loss
-                    self.phalanx.reach(self._others[0], _REACH_S)
+                    self.phalanx.reach(self._others[0], session.REACH_S)
                 self._exchange("linked", "")
         except BaseException:
             self.shutdown()
@@ -248,30 +245,24 @@ class TensorPipeAgent:
         self._meetings += 1
         store = PrefixStore(f"phalanx/meeting/{self._meetings}", self.store)
         late = {member.rank: member for member in self._others if member.name not in self.gone}
-        busy, began = self._calls, time.monotonic()
+        busy = self._calls
 
-        def missing() -> list[int]:
+        def missing() -> list[Member]:
             nonlocal busy
-            for rank in list(late):
+            for rank, member in list(late.items()):
                 if store.check([str(rank)]):
                     busy += int(store.get(str(rank)))
                     del late[rank]
-            # Nobody may have a link to one that is killed meanwhile, and so nobody would notice.
-            if time.monotonic() - began >= _LINK_AFTER_S:
-                for rank, member in list(late.items())[:_LINKS_AT_ONCE]:
-                    if self.phalanx.reach(member, _REACH_S) is not None:
-                        self.gone.add(member.name)
-                        del late[rank]
-            return list(late)
-
-        def why() -> str:
-            return self.phalanx.inquiries.why_not_done(list(late.values()))
+                elif member in self.phalanx.known_gone():
+                    self.gone.add(member.name)
+                    del late[rank]
+            return list(late.values())
 
         try:
             store.set(str(self._info.id), str(busy))
             with contextlib.suppress(RuntimeError):  # which most often ends sooner than a look comes
-                store.wait([str(rank) for rank in late], datetime.timedelta(seconds=_LINK_AFTER_S))
-            session.wait_for(missing, timeout_s or math.inf, "for rpc.shutdown() of", len(self._others), why)
+                store.wait([str(rank) for rank in late], datetime.timedelta(seconds=_AT_ONCE_S))
+            session.wait_for_shutdown(self.phalanx, missing, timeout_s or math.inf, len(self._others))
         except PhalanxError:
             raise
         except RuntimeError:  # the store has gone with the worker that had it, which had seen everybody
@@ -282,7 +273,8 @@ class TensorPipeAgent:
         """Wait until all workers of a static group are here and no call is under way.
 
         Args:
-            shutdown: as torch's; nothing depends on it.
+            shutdown: this worker leaves. Of a dynamic group it says so now, while torch lets nobody join: whoever comes
+                next calls all workers that are there.
             timeout: in seconds; 0 for no limit.
         """
         if not self.wait_for_calls(timeout or threading.TIMEOUT_MAX):
@@ -292,6 +284,8 @@ class TensorPipeAgent:
             found = table_of(self.phalanx).named_for_others()  # now: others may leave, and with them what they hold
             self.leaks = [f"Leaking RRef {identity} held by {', '.join(holders)}" for identity, holders in found]
             busy = self.meet(timeout)
+        if shutdown and not self.is_static_group:
+            self.phalanx.directory.leave(self.phalanx.me, LEFT)
 
     def shutdown(self) -> None:
         """Stop being a worker."""
