@@ -28,7 +28,7 @@ from phalanx.rpc.autograd.requests import wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, RemoteObject, Table, table_of
 from phalanx.rpc.torch_api.agent import agent
-from phalanx.rpc.torch_api.calls import BUILTIN, PYTHON, Answer, answer_of, call, note_reference, seconds, value_of
+from phalanx.rpc.torch_api.calls import Answer, answer_of, call, note_reference, operator_call, seconds, value_of
 from phalanx.rpc.torch_api.torch_names import api, autograd, cpp, internal, rref_proxy, stand_in
 from phalanx.words import tell
 
@@ -262,26 +262,25 @@ def begin_backward(value: Any, context: int, retain_graph: bool) -> None:
 
 @stand_in
 def _invoke_remote_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-    payload, tensors = internal.serialize((args, kwargs))
-    return _remote(dst, BUILTIN, name, payload, tensors, timeout, False)
+    return _remote(dst, *operator_call(name, args, kwargs), timeout, asked=name)
 
 
 @stand_in
 def _invoke_remote_python_udf(
     dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
 ) -> Any:
-    return _remote(dst, PYTHON, "", payload, tensors, timeout, asynchronous)
+    return _remote(dst, payload, tensors, timeout)
 
 
 def _remote(
-    dst: Any, kind: str, name: str, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
+    dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, *, asked: str = "a function"
 ) -> RRef[Any]:
     member, identity = agent().member(dst), Identity.new()
     into = RemoteObject(member, identity, _TYPE_NAME)
     if member == agent().phalanx.me:
         _table().tell(member)  # which makes an entry
         own = OwnerRRef(identity, _table().find(identity))
-        return _wrapped(own, call(dst, kind, name, payload, tensors, timeout, asynchronous, into=into))
+        return _wrapped(own, call(dst, payload, tensors, timeout, asked=asked, into=into))
     user = UserRRef(member, identity, confirmed=False)
 
     def made(done: Future[Any]) -> None:
@@ -299,7 +298,7 @@ def _remote(
         finally:
             user.confirmed = True
 
-    return _wrapped(user, call(dst, kind, name, payload, tensors, timeout, asynchronous, into=into).then(made))
+    return _wrapped(user, call(dst, payload, tensors, timeout, asked=asked, into=into).then(made))
 
 
 @stand_in
@@ -320,8 +319,7 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: datetime.timedelta = date
     until = time.monotonic() + timeout.total_seconds()
     table = _table()
     table.hurry.set()
-    if not agent().wait_for_calls(timeout.total_seconds()):
-        tell("warning: rpc.shutdown() does not wait any longer for calls under way")
+    agent().join(timeout=timeout.total_seconds())
     for user in list(_users):
         user.give_up()
     while table.named_for_others():
@@ -333,9 +331,4 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: datetime.timedelta = date
 
 @stand_in
 def _destroy_rref_context(ignore_leaks: bool) -> None:
-    leaks = agent().leaks
-    if leaks and not ignore_leaks:
-        raise PhalanxError(
-            "; ".join(leaks) + ". Detected RRef Leaks during shutdown. This usually occurs when the application code "
-            "still holds references to RRef instances when calling shutdown()"
-        )
+    """Do nothing: what others still hold is freed with this worker."""

@@ -14,7 +14,7 @@ from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, table_of
 from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
-from phalanx.rpc.torch_api.calls import CALL, PYTHON, Answer, Call, noted_references, pickle_errors
+from phalanx.rpc.torch_api.calls import CALL, Answer, Call, noted_references, pickle_errors
 from phalanx.rpc.torch_api.rref import BACKWARD, FETCH, Identity, begin_backward
 from phalanx.rpc.torch_api.torch_names import internal
 
@@ -35,18 +35,15 @@ def _on_call(incoming: Incoming, message: tuple[Any, ...]) -> Any:
     agent()  # which raises where this process is no worker of torch's API
     tensors = unwrap(peer, call.tensors, call.autograd)
     owned = _value(peer, call.into._number) if call.into is not None else None
-    with running_in(call.autograd), profiling.global_profiles.around(), profiling.profiled(call.profile) as events:
+    with running_in(call.autograd), profiling.profiled(call.profile) as events:
         try:
             result = _run(call, tensors)
             if call.profile is not None and isinstance(result, OwnFuture):
                 result = result.wait()  # on this thread, whose profile it belongs to
         except Exception as error:
-            if owned is None:
-                raise
-            owned.value.set_exception(error)
-            if call.kind == PYTHON:
-                raise
-            return tuple(Answer(events=events))
+            if owned is not None:
+                owned.value.set_exception(error)
+            raise
         if isinstance(result, OwnFuture):
             return result.then(lambda value: _answer(peer, call, owned, value, events))
         return _answer(peer, call, owned, result, events)
@@ -63,16 +60,10 @@ def _run(call: Call, tensors: list[torch.Tensor]) -> Any:
     """The function's value, or an ``OwnFuture`` of it if the function is asynchronous."""
     with pickle_errors():
         given = internal.deserialize(call.payload, tensors)
-    if call.kind == PYTHON:
-        result = internal._run_function(given)
-        if not call.asynchronous or isinstance(result, internal.RemoteException):
-            return result
-        return _later(result)
-    if isinstance(given, AttributeError):
-        raise given
-    args, kwargs = given
-    function, _ = torch._C._jit_get_operation(call.name)
-    return function(*args, **kwargs)
+    result = internal._run_function(given)
+    if isinstance(result, internal.RemoteException) or not hasattr(given.func, "_wrapped_async_rpc_function"):
+        return result
+    return _later(result)
 
 
 def _later(result: Any) -> Any:
