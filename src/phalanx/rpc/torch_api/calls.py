@@ -27,7 +27,7 @@ from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
 from phalanx.rpc.torch_api.torch_names import internal, stand_in
 
-__all__ = ["CALL", "Answer", "Call", "RpcTimeout", "answer_of", "call", "operator_call", "value_of", "wait_all"]
+__all__ = ["CALL", "Answer", "Call", "RpcTimeout", "call", "operator_call", "wait_all"]
 
 CALL = "torch.call"
 
@@ -101,7 +101,7 @@ def call(
         found = Answer(*answer)
         if profile is not None:
             profile[0].add(profile[1], sent_at, list(found.events))
-        return value_of(member, found)
+        return _value_of(member, found)
 
     future: Future[Any] = CallFuture(started, finish, own.phalanx.run)
     if profile is None:
@@ -109,7 +109,7 @@ def call(
     return future.then(lambda done: done.wait())  # torch's profiler loses an error that was set from Python
 
 
-def value_of(member: Member, answer: Answer) -> Any:
+def _value_of(member: Member, answer: Answer) -> Any:
     """Return what a call returned, or raise what the function raised."""
     if not answer.payload:
         return None
@@ -121,14 +121,6 @@ def value_of(member: Member, answer: Answer) -> Any:
     if isinstance(value, internal.RemoteException):
         _raise_here(value)
     return value
-
-
-def answer_of(started: OwnFuture[Any]) -> Any:
-    """Wait for a call."""
-    try:
-        return started.wait()
-    except CallTimeout as error:
-        raise RpcTimeout.of(error) from None
 
 
 @contextlib.contextmanager

@@ -24,18 +24,16 @@ from torch.futures import Future
 from phalanx.errors import CallTimeout, PhalanxError
 from phalanx.rpc.agent import Member
 from phalanx.rpc.autograd import engine
-from phalanx.rpc.autograd.requests import wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, RemoteObject, Table, table_of
 from phalanx.rpc.torch_api.agent import agent
-from phalanx.rpc.torch_api.calls import Answer, answer_of, call, note_reference, operator_call, seconds, value_of
+from phalanx.rpc.torch_api.calls import call, note_reference, operator_call
 from phalanx.rpc.torch_api.torch_names import api, autograd, cpp, internal, rref_proxy, stand_in
 from phalanx.words import tell
 
-__all__ = ["BACKWARD", "FETCH", "Identity", "PyRRef", "RRef", "begin_backward"]
+__all__ = ["Identity", "PyRRef", "RRef"]
 
 T = TypeVar("T")
-FETCH, BACKWARD = "torch.fetch", "torch.backward"
 UNSET = cpp._UNSET_RPC_TIMEOUT
 _LOOK_S = 0.005
 _TYPE_NAME = "RRef"  # of the remote objects
@@ -157,11 +155,7 @@ class PyRRef:
         owner = self._reference.owner
         name = f"to_here#({agent().get_worker_info().name})->({owner.name})"
         with autograd.profiler.record_function(name) if autograd._profiler_enabled() else contextlib.nullcontext():
-            _, context = wrap(owner, [])
-            message = self._reference.identity, context
-            started = agent().phalanx.request(owner, FETCH, message, seconds(timeout), asked="to_here()")
-            agent().count(started)
-            return value_of(owner, Answer(*answer_of(started)))
+            return _at_owner(owner, _value_of, (self,), timeout, "to_here()")
 
     def rpc_sync(self, timeout: float = UNSET) -> Any:
         return rref_proxy.RRefProxy(self, api.rpc_sync, timeout)
@@ -174,14 +168,12 @@ class PyRRef:
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         if isinstance(self._reference, OwnerRRef):
-            begin_backward(self.local_value(), dist_autograd_ctx_id, retain_graph)
+            _backward_of(self, dist_autograd_ctx_id, retain_graph)
             return
         if dist_autograd_ctx_id == -1:
             raise PhalanxError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         self._reference.require_usable("backward() on it")
-        message = self._reference.identity, dist_autograd_ctx_id, retain_graph
-        owner, limit_s = self._reference.owner, seconds(UNSET)
-        answer_of(agent().phalanx.request(owner, BACKWARD, message, limit_s, asked="backward()"))
+        _at_owner(self._reference.owner, _backward_of, (self, dist_autograd_ctx_id, retain_graph), UNSET, "backward()")
 
     def _get_type(self, timeout: float = UNSET, blocking: bool = True) -> Any:
         if self._type is None:
@@ -250,8 +242,18 @@ def _wrapped(reference: OwnerRRef | UserRRef, creation: Future[Any] | None = Non
     return made
 
 
-def begin_backward(value: Any, context: int, retain_graph: bool) -> None:
+def _at_owner(owner: Member, function: Any, args: tuple[Any, ...], timeout: float, asked: str) -> Any:
+    payload, tensors = internal.serialize(internal.PythonUDF(function, args, {}))
+    return call(owner, payload, tensors, timeout, asked=asked).wait()
+
+
+def _value_of(reference: Any) -> Any:
+    return reference._reference.owned.value.wait()  # also if that is an exception, which the caller raises
+
+
+def _backward_of(reference: PyRRef, context: int, retain_graph: bool) -> None:
     """Begin a backward pass at a value of this worker: a distributed one, or a local one if ``context`` is -1."""
+    value = reference.local_value()
     if not isinstance(value, torch.Tensor):
         raise PhalanxError("RRef should contain a tensor for .backward()")
     if context == -1:

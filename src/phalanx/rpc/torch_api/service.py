@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from phalanx.rpc.objects import Owned, table_of
 from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
 from phalanx.rpc.torch_api.calls import CALL, Answer, Call, noted_references, pickle_errors
-from phalanx.rpc.torch_api.rref import BACKWARD, FETCH, Identity, begin_backward
 from phalanx.rpc.torch_api.torch_names import internal
 
 __all__: list[str] = []
@@ -23,8 +21,6 @@ __all__: list[str] = []
 
 def _equip(own: Agent) -> None:
     own.serve(CALL, _on_call)
-    own.serve(FETCH, _on_fetch)
-    own.serve(BACKWARD, _on_backward)
 
 
 session.on_init(_equip)
@@ -34,7 +30,11 @@ def _on_call(incoming: Incoming, message: tuple[Any, ...]) -> Any:
     peer, call = incoming.peer, Call(*message)
     agent()  # which raises where this process is no worker of torch's API
     tensors = unwrap(peer, call.tensors, call.autograd)
-    owned = _value(peer, call.into._number) if call.into is not None else None
+    owned: Owned | None = None
+    if call.into is not None:  # a value that may not have been made yet; the caller has a reference
+        table = table_of(session.agent())
+        table.note(peer, [call.into._number], [])
+        owned = table.find(call.into._number)
     with running_in(call.autograd), profiling.profiled(call.profile) as events:
         try:
             result = _run(call, tensors)
@@ -47,13 +47,6 @@ def _on_call(incoming: Incoming, message: tuple[Any, ...]) -> Any:
         if isinstance(result, OwnFuture):
             return result.then(lambda value: _answer(peer, call, owned, value, events))
         return _answer(peer, call, owned, result, events)
-
-
-def _value(holder: Member, name: Any) -> Owned:
-    """The value of a name of this worker's table, which may not have been made yet; ``holder`` has a reference."""
-    table = table_of(session.agent())
-    table.note(holder, [name], [])
-    return table.find(name)
 
 
 def _run(call: Call, tensors: list[torch.Tensor]) -> Any:
@@ -90,41 +83,9 @@ def _answer(peer: Member, call: Call, owned: Owned | None, value: Any, events: l
     if owned is not None:
         owned.value.set_result(value)
         return tuple(Answer(events=events))
-    with running_in(call.autograd):
-        return _encoded(peer, value, events)
-
-
-def _encoded(peer: Member, value: Any, events: list[Any]) -> tuple[Any, ...]:
     with pickle_errors():
         payload, tensors = internal.serialize(value)
     references = noted_references()
-    sent, autograd = wrap(peer, tensors)
+    with running_in(call.autograd):
+        sent, autograd = wrap(peer, tensors)
     return tuple(Answer(payload, sent, references, autograd, events))
-
-
-def _on_fetch(incoming: Incoming, message: tuple[Any, ...]) -> OwnFuture[Any]:
-    identity, autograd = message
-    unwrap(incoming.peer, [], autograd)  # enters the caller's context here
-    answer: OwnFuture[Any] = OwnFuture()
-
-    def encode(done: OwnFuture[Any]) -> None:
-        try:
-            value = done.wait(0)
-            with running_in(autograd):
-                answer.set_result(_encoded(incoming.peer, value, []))
-        except Exception as error:
-            answer.set_exception(error)
-
-    _value(incoming.peer, Identity(*identity)).value.add_done_callback(encode)
-    return answer
-
-
-def _on_backward(incoming: Incoming, message: tuple[Any, ...]) -> None:
-    identity, context, retain_graph = message
-    value = _value(incoming.peer, Identity(*identity)).value.wait()
-    internal._handle_exception(value)
-    try:
-        begin_backward(value, context, retain_graph)
-    except Exception as error:
-        print(f"backward() for {incoming.peer}: {error!r}\n", end="", file=sys.stderr)
-        raise
