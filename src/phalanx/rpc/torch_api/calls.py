@@ -27,9 +27,9 @@ from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
 from phalanx.rpc.torch_api.torch_names import internal, stand_in
 
-__all__ = ["CALL", "Answer", "Call", "RpcTimeout", "call", "operator_call", "wait_all"]
+__all__ = ["CALL", "FETCH", "Answer", "Call", "RpcTimeout", "call", "fetch", "operator_call", "wait_all"]
 
-CALL = "torch.call"
+CALL, FETCH = "torch.call", "torch.fetch"
 
 
 class Call(NamedTuple):
@@ -107,6 +107,18 @@ def call(
     if profile is None:
         return future
     return future.then(lambda done: done.wait())  # torch's profiler loses an error that was set from Python
+
+
+def fetch(owner: Member, name: tuple[Any, ...], timeout: float) -> Any:
+    """Return the value of a name on its owner, once it has been made. The caller has a reference to it."""
+    own = agent()
+    _, autograd = wrap(owner, [])
+    started = own.phalanx.request(owner, FETCH, (name, autograd), seconds(timeout), asked="to_here()")
+    own.count(started)
+    try:
+        return _value_of(owner, Answer(*started.wait()))
+    except CallTimeout as error:
+        raise RpcTimeout.of(error) from None
 
 
 def _value_of(member: Member, answer: Answer) -> Any:

@@ -10,6 +10,7 @@ what ``torch.distributed.rpc.api`` makes of it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import itertools
@@ -26,7 +27,7 @@ from phalanx.rpc.autograd import engine
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, RemoteObject, Table, table_of
 from phalanx.rpc.torch_api.agent import agent
-from phalanx.rpc.torch_api.calls import call, note_reference, operator_call
+from phalanx.rpc.torch_api.calls import call, fetch, note_reference, operator_call
 from phalanx.rpc.torch_api.torch_names import api, autograd, cpp, internal, rref_proxy, stand_in
 from phalanx.words import tell
 
@@ -139,12 +140,9 @@ class PyRRef:
         if self._owned is not None:
             return self.local_value()
         self._require_usable("to_here() on it")
-        with autograd.profiler.record_function(f"to_here#({agent().get_worker_info().name})->({self._owner.name})"):
-            return self._at_owner(_value_of, (), timeout, "to_here()")
-
-    def _at_owner(self, function: Any, args: tuple[Any, ...], timeout: float, asked: str) -> Any:
-        payload, tensors = internal.serialize(internal.PythonUDF(function, (self, *args), {}))
-        return call(self._owner, payload, tensors, timeout, asked=asked).wait()
+        name = f"to_here#({agent().get_worker_info().name})->({self._owner.name})"
+        with autograd.profiler.record_function(name) if autograd._profiler_enabled() else contextlib.nullcontext():
+            return fetch(self._owner, tuple(self._identity), timeout)
 
     def rpc_sync(self, timeout: float = UNSET) -> Any:
         return rref_proxy.RRefProxy(self, api.rpc_sync, timeout)
@@ -162,7 +160,10 @@ class PyRRef:
         if dist_autograd_ctx_id == -1:
             raise PhalanxError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         self._require_usable("backward() on it")
-        self._at_owner(_backward_of, (dist_autograd_ctx_id, retain_graph), UNSET, "backward()")
+        payload, tensors = internal.serialize(
+            internal.PythonUDF(_backward_of, (self, dist_autograd_ctx_id, retain_graph), {})
+        )
+        call(self._owner, payload, tensors, UNSET, asked="backward()").wait()
 
     def _get_type(self, timeout: float = UNSET, blocking: bool = True) -> Any:
         if self._type is None:
@@ -221,10 +222,6 @@ def _made(owner: Member, identity: Identity) -> RRef[Any]:
     made: RRef[Any] = RRef.__new__(RRef)
     made._set(owner, identity, _table().find(identity) if owner == agent().phalanx.me else None)
     return made
-
-
-def _value_of(reference: Any) -> Any:
-    return reference._owned.value.wait()  # also if that is an exception, which the caller raises
 
 
 def _backward_of(reference: PyRRef, context: int, retain_graph: bool) -> None:

@@ -13,7 +13,7 @@ from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, table_of
 from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
-from phalanx.rpc.torch_api.calls import CALL, Answer, Call, noted_references, pickle_errors
+from phalanx.rpc.torch_api.calls import CALL, FETCH, Answer, Call, noted_references, pickle_errors
 from phalanx.rpc.torch_api.torch_names import internal
 
 __all__: list[str] = []
@@ -21,6 +21,7 @@ __all__: list[str] = []
 
 def _equip(own: Agent) -> None:
     own.serve(CALL, _on_call)
+    own.serve(FETCH, _on_fetch)
 
 
 session.on_init(_equip)
@@ -30,11 +31,7 @@ def _on_call(incoming: Incoming, message: tuple[Any, ...]) -> Any:
     peer, call = incoming.peer, Call(*message)
     agent()  # which raises where this process is no worker of torch's API
     tensors = unwrap(peer, call.tensors, call.autograd)
-    owned: Owned | None = None
-    if call.into is not None:  # a value that may not have been made yet; the caller has a reference
-        table = table_of(session.agent())
-        table.note(peer, [call.into._number], [])
-        owned = table.find(call.into._number)
+    owned = _value(peer, call.into._number) if call.into is not None else None
     with running_in(call.autograd), profiling.profiled(call.profile) as events:
         try:
             result = _run(call, tensors)
@@ -47,6 +44,20 @@ def _on_call(incoming: Incoming, message: tuple[Any, ...]) -> Any:
         if isinstance(result, OwnFuture):
             return result.then(lambda value: _answer(peer, call, owned, value, events))
         return _answer(peer, call, owned, result, events)
+
+
+def _value(holder: Member, name: Any) -> Owned:
+    """The value of a name of this worker's table, which may not have been made yet; ``holder`` has a reference."""
+    table = table_of(session.agent())
+    table.note(holder, [name], [])
+    return table.find(name)
+
+
+def _on_fetch(incoming: Incoming, message: tuple[Any, ...]) -> OwnFuture[Any]:
+    name, autograd = message
+    unwrap(incoming.peer, [], autograd)  # enters the caller's context here
+    made: OwnFuture[Any] = _value(incoming.peer, name).value
+    return made.then(lambda value: _encoded(incoming.peer, autograd, value, []))
 
 
 def _run(call: Call, tensors: list[torch.Tensor]) -> Any:
@@ -83,9 +94,13 @@ def _answer(peer: Member, call: Call, owned: Owned | None, value: Any, events: l
     if owned is not None:
         owned.value.set_result(value)
         return tuple(Answer(events=events))
+    return _encoded(peer, call.autograd, value, events)
+
+
+def _encoded(peer: Member, context: Any, value: Any, events: list[Any]) -> tuple[Any, ...]:
     with pickle_errors():
         payload, tensors = internal.serialize(value)
     references = noted_references()
-    with running_in(call.autograd):
+    with running_in(context):
         sent, autograd = wrap(peer, tensors)
     return tuple(Answer(payload, sent, references, autograd, events))
