@@ -51,7 +51,7 @@ def _equip(agent: Agent) -> None:
     contexts.start(agent)
     agent.serve(MARK, _on_mark)
     agent.serve(RUN, _on_run)
-    agent.serve(GRADIENTS, _on_gradients)
+    agent.serve(GRADIENTS, _on_gradients, quick=True)
     agent.serve(CANCEL, _on_cancel)
 
 
