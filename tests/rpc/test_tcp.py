@@ -88,7 +88,7 @@ def test_messages_behind_an_interrupted_one_are_delivered_by_others() -> None:
     side.deliver.side_effect = [KeyboardInterrupt, None]
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = socket.create_connection(server.getsockname()), server.accept()[0]
-    link, far = (SocketLink(end, Session(b"k" * 32, is_listener=end is ends[1]), side, b"", readers) for end in ends)
+    link, far = (SocketLink(end, Session(b"k" * 32, is_listener=end is ends[1]), side, readers) for end in ends)
     link.begin()
     with link._reading:  # so that both are read at once
         for number in (1, 2):

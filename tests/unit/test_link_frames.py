@@ -70,7 +70,7 @@ class Pair:
         self.receiver = Receiver()
         self.session = Session(b"k" * 32, is_listener=False)
         sock, session, readers = cast(Any, Plain(ours)), Session(b"k" * 32, is_listener=True), cast(Any, NoReaders())
-        self.link = SocketLink(sock, session, self.receiver, b"", readers)
+        self.link = SocketLink(sock, session, self.receiver, readers)
 
     def send(self, data: bytes) -> None:
         for start in range(0, len(data), 1 << 15):  # as much as the socket holds

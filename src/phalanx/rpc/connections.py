@@ -328,7 +328,7 @@ class Connections:
                     shared.begin()
                     return shared
             line.sock.sendall(line.session.seal(_BY_TCP))
-            return self._add(peer, SocketLink(line.sock, line.session, self._receiver, b"", self._readers))
+            return self._add(peer, SocketLink(line.sock, line.session, self._receiver, self._readers))
         finally:
             if hub is not None and offer:
                 hub.withdraw(offer)
@@ -421,7 +421,7 @@ class Connections:
                 choice += data
             session.check(choice, len(_BY_TCP))
             if choice.startswith(_BY_TCP):
-                self._add(peer, SocketLink(sock, session, self._receiver, readers=self._readers))
+                self._add(peer, SocketLink(sock, session, self._receiver, self._readers))
                 return
             sock.close()
             if shared is not None and choice.startswith(_BY_MEMORY):

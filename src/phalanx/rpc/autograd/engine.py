@@ -5,18 +5,17 @@ ever if the result of one call is not used. Here the first of two phases finds o
 
 | state of a part | begins with | what the worker does |
 |---|---|---|
-| marking | ``backward`` at its roots; MARK | follows its graph, and asks the senders of what it reaches in turn |
-| marked | the last answer to MARK | knows exactly which of its messages and leaves take part |
-| running | all marked, at the caller; or GRADIENTS of the latest message | runs its part once (``local_run.py``) |
-| over | the end of the run, or an error | answers FINISH; the first error is raised at the caller; CANCEL follows |
+| marking | ``backward`` at its roots; MARK | follows its graph, and tells the caller which messages it reaches |
+| marked | the caller reaches no other message | knows exactly which of its messages and leaves take part |
+| running | RUN, when all have been marked | runs its part once (``local_run.py``), and waits in it for GRADIENTS |
+| over | the end of the run, or an error | answers RUN; the first error is raised at the caller; CANCEL follows |
 
 | message | from, to | answer |
 |---|---|---|
-| MARK | receiver of a message to its sender: which of its tensors get gradients | all that take part because of it |
-| FINISH | caller to all that take part | comes when the part there is over, with its error |
+| MARK | caller to a sender of messages: which of their tensors get gradients | what others must mark for that |
+| RUN | caller to all that take part | comes when the part there is over, with its error |
 | GRADIENTS | receiver of a message to its sender | it has been taken |
-| CANCEL | caller to all; they to those that they asked | none |
-| STATE | caller, when the time is over (``errors.overdue``) | for whom the part waits, or where it computes |
+| CANCEL | caller to all that take part | none |
 | RELEASE | along the tree of a context (``contexts.py``) | none |
 
 What a worker had computed in a pass that fails is dropped, except where its part had ended already.
@@ -36,19 +35,14 @@ from phalanx.errors import ArgumentError, CallTimeout, PhalanxError
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd.contexts import Context, contexts
-from phalanx.rpc.autograd.errors import STATE, overdue
-from phalanx.rpc.autograd.passes import GRADIENTS, MARK, Gradients, Pass, gathered
-from phalanx.rpc.codec import FACTS
+from phalanx.rpc.autograd.passes import GRADIENTS, Gradients, Key, Pass, Wanted
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 
 __all__ = ["backward", "context", "get_gradients"]
 
-FINISH = "autograd.finish"
-CANCEL = "autograd.cancel"
-_LONGER_S = 5.0
-
-Key = tuple[int, tuple[int, int]]  # of a context, and of a pass in it: the caller's incarnation, and a count
+MARK, RUN, CANCEL = "autograd.mark", "autograd.run", "autograd.cancel"
+_ASKED = "its part of backward()"
 
 _numbers = itertools.count(1)
 
@@ -56,10 +50,9 @@ _numbers = itertools.count(1)
 def _equip(agent: Agent) -> None:
     contexts.start(agent)
     agent.serve(MARK, _on_mark)
-    agent.serve(GRADIENTS, _on_gradients)
-    agent.serve(FINISH, _on_finish, quick=True)
+    agent.serve(RUN, _on_run)
+    agent.serve(GRADIENTS, _on_gradients, quick=True)
     agent.serve(CANCEL, _on_cancel)
-    agent.serve(STATE, _on_state, quick=True, codec=FACTS)
 
 
 session.on_init(_equip)
@@ -154,73 +147,90 @@ def _check(roots: Sequence[torch.Tensor]) -> None:
 
 def _backward(agent: Agent, inside: Context, roots: Sequence[torch.Tensor], keep_graph: bool, timeout_s: float) -> None:
     number = (agent.me.incarnation, next(_numbers))
-    part = Pass(agent, inside, number, keep_graph=keep_graph, timeout_s=timeout_s)
+    key = (inside.number, number)
+    part = Pass(agent, inside, number, keep_graph=keep_graph)
     with inside.lock:
         inside.passes[number] = part
-    key = (inside.number, number)
     others: set[Member] = set()
+    runs: list[Future[None]] = []
     try:
-        others = part.mark_roots(roots).wait() - {agent.me}
-        ends = [agent.request(other, FINISH, key, part.left_s(), asked="backward()") for other in others]
-        for end in ends:
-            end.add_done_callback(part.watch)
+        wanted = part.mark_roots(roots)
+        while wanted:
+            others |= wanted.keys() - {agent.me}
+            marks = [
+                agent.request(to, MARK, (key, keep_graph, edges), timeout_s, asked=_ASKED)
+                for to, edges in wanted.items()
+            ]
+            wanted = {}
+            for mark in marks:
+                for to, edges in mark.wait().items():
+                    wanted.setdefault(to, []).extend(edges)
+        runs += [agent.request(other, RUN, key, timeout_s, asked=_ASKED) for other in others]
+        for run in runs:
+            run.add_done_callback(part.watch)
         part.run(roots)
-        gathered(ends).wait()
+        for run in runs:
+            run.wait()
     except BaseException as error:
-        late = isinstance(error, CallTimeout) and not part.left_s()
-        names = [other.name for other in others]
-        raised = (overdue(agent, part.state(), key, names, timeout_s) if late else None) or error
-        _cancel(agent, part, key, others)
-        if raised is error:
-            raise
-        raise raised from None
+        keeper = _keeper(runs) if isinstance(error, CallTimeout) and error.asked == _ASKED else None
+        for other in others:
+            with contextlib.suppress(PhalanxError, OSError):
+                agent.notify(other, CANCEL, key)
+        if keeper is not None:
+            raise keeper from None
+        raise
     finally:
         with inside.lock:
             inside.passes.pop(number, None)
 
 
-def _cancel(agent: Agent, part: Pass, key: Key, others: set[Member]) -> None:
-    part.fail(PhalanxError(f"the backward pass of context {key[0]} was given up, because it failed on another worker"))
-    for other in (others | part.asked) - {agent.me}:
-        with contextlib.suppress(PhalanxError, OSError):
-            agent.notify(other, CANCEL, key)
+def _keeper(runs: Sequence[Future[None]]) -> CallTimeout | None:
+    """The timeout of the worker that computes or does not answer; the others only wait for gradients.
+
+    All parts have the same time, so each has ended, or is about to.
+    """
+    for run in runs:
+        try:
+            run.wait()
+        except CallTimeout as error:
+            if error.at or error.cause != "handler":
+                return error
+        except Exception:
+            continue
+    return None
 
 
 # What others ask of this worker
 
 
-def _on_mark(_: Incoming, asked: tuple[int, tuple[int, int], bool, float, list[tuple[int, list[int]]]]) -> Future[Any]:
-    context_id, number, keep_graph, left_s, wanted = asked
+def _on_mark(_: Incoming, asked: tuple[Key, bool, list[tuple[int, list[int]]]]) -> Wanted:
+    (context_id, number), keep_graph, wanted = asked
     inside = contexts.get(context_id)
     with inside.lock:
         part = inside.passes.get(number)
         if part is None:
-            # The worker that called backward() is to notice first that it takes too long.
-            timeout_s = left_s + _LONGER_S
-            part = Pass(contexts.agent(), inside, number, keep_graph=keep_graph, timeout_s=timeout_s)
-            inside.passes[number] = part
+            part = inside.passes[number] = Pass(contexts.agent(), inside, number, keep_graph=keep_graph)
     return part.mark(wanted)
 
 
-def _on_gradients(_: Incoming, came: tuple[int, tuple[int, int], int, Gradients]) -> None:
-    context_id, number, edge, gradients = came
-    part = _part((context_id, number))
-    if part is not None:  # else the pass has been given up
-        part.arrive(edge, gradients)
-
-
-def _on_finish(_: Incoming, key: Key) -> Future[None]:
+def _on_run(_: Incoming, key: Key) -> None:
     inside = contexts.get(key[0])
-    part = _part(key)
+    part = inside.passes.get(key[1])
     if part is None:
         raise PhalanxError(f"the backward pass of context {key[0]} has been given up here")
-
-    def forget(_: Future[None]) -> None:
+    try:
+        part.run()
+    finally:
         with inside.lock:
             inside.passes.pop(key[1], None)
 
-    part.done.add_done_callback(forget)
-    return part.done
+
+def _on_gradients(_: Incoming, came: tuple[Key, int, Gradients]) -> None:
+    (context_id, number), edge, gradients = came
+    inside = contexts.find(context_id)
+    part = inside.passes.get(number) if inside is not None else None
+    if part is not None:  # else the pass has been given up
+        part.arrive(edge, gradients)
 
 
 def _on_cancel(_: Incoming, key: Key) -> None:
@@ -230,14 +240,4 @@ def _on_cancel(_: Incoming, key: Key) -> None:
     with inside.lock:
         part = inside.passes.pop(key[1], None)
     if part is not None:
-        _cancel(contexts.agent(), part, key, set())
-
-
-def _on_state(_: Incoming, key: Sequence[int]) -> dict[str, Any]:
-    part = _part((key[0], (key[1], key[2])))
-    return part.state() if part is not None else {"asked": []}
-
-
-def _part(key: Key) -> Pass | None:
-    inside = contexts.find(key[0])
-    return inside.passes.get(key[1]) if inside is not None else None
+        part.fail(PhalanxError(f"the backward pass of context {key[0]} was given up, because it failed elsewhere"))

@@ -1,25 +1,16 @@
-"""Errors of a backward pass: where a function has failed, and which worker keeps a pass that does not end in time."""
+"""Errors of a backward pass: where a function or a hook has failed."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from phalanx.diagnosis.call_site import capture, inside, shown, text_of
+from phalanx.diagnosis.call_site import inside
 from phalanx.errors import CallTimeout, ClosedError, PeerLost, PhalanxError
-from phalanx.rpc.agent import Agent
 from phalanx.rpc.autograd.graph import Send
-from phalanx.rpc.codec import FACTS
-from phalanx.rpc.inquiry import Finding
 from phalanx.rpc.members import Member
-from phalanx.rpc.peer import facts_of
 
-__all__ = ["STATE", "BackwardError", "blamed", "overdue"]
-
-STATE = "autograd.state"
-_PATIENCE_S = 1.0
+__all__ = ["BackwardError", "blamed"]
 
 
 class BackwardError(PhalanxError):
@@ -109,56 +100,3 @@ def _both(kind: Any) -> type[BackwardError]:
         return type(f"{kind.__name__}InBackward", (BackwardError, kind), {"__reduce__": reduce})
     except TypeError:
         return BackwardError
-
-
-def overdue(
-    agent: Agent, state: dict[str, Any], key: tuple[int, tuple[int, int]], others: Iterable[str], timeout_s: float
-) -> CallTimeout | None:
-    """The error for a pass that has not ended in time. It names the first worker that computes or does not answer.
-
-    Args:
-        agent: this worker, which has called ``backward``.
-        state: of its own part (``Pass.state``).
-        key: by which the others know the pass.
-        others: the workers that take part, as far as they are known.
-        timeout_s: how long the pass could take.
-    """
-    seen = {agent.me.name}
-    pending = [*state["asked"], *others]
-    member, finding = agent.me, _computes(state)
-    while finding is None and pending:
-        name = pending.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        with contextlib.suppress(PhalanxError):  # nobody has that name any more
-            member = agent.member(name)
-            finding, asked = _look(agent, member, key)
-            pending += asked
-    if finding is None:
-        return None
-    line = text_of(capture())
-    asked_for = f"its part of backward() ({shown(line)})" if line else "its part of backward()"
-    facts = facts_of(member, "backward()", line)
-    return CallTimeout.not_answered(
-        str(member), asked_for, timeout_s, finding.text, cause=finding.cause, at=finding.at, **facts
-    )
-
-
-def _look(agent: Agent, member: Member, key: tuple[int, tuple[int, int]]) -> tuple[Finding | None, list[str]]:
-    """Ask a worker why it keeps the pass; return that, if it does, and the workers on which its part depends."""
-    try:
-        state = agent.request(member, STATE, [key[0], *key[1]], _PATIENCE_S, asked="backward()", codec=FACTS).wait()
-    except CallTimeout:
-        return agent.inquiries.of_worker(member), []
-    except PeerLost:
-        return Finding("gone", "It is gone."), []
-    return _computes(state), state["asked"]
-
-
-def _computes(state: dict[str, Any]) -> Finding | None:
-    if "for_s" not in state:
-        return None
-    at = str(state["at"])
-    where = f" and is at {shown(at)}" if at else ""
-    return Finding("handler", f"It has computed that for {state['for_s']:.1f} s{where}.", at)

@@ -19,7 +19,7 @@ own: the user's ``.grad`` is put aside before the first gradient comes, and put 
 
 | field | written by | read by | guard |
 |---|---|---|---|
-| ``_leaves``, ``_Leaf.users`` | passes that begin and end | the same | ``_table`` |
+| ``_leaves`` | passes that begin | the same | ``_table`` |
 | ``.grad`` and the rest of a ``_Leaf`` | engine's threads, and passes that end | the same | ``_Leaf.lock`` |
 """
 
@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from phalanx.rpc.autograd.graph import START, Send, runs
 
@@ -123,18 +124,16 @@ def _let_run() -> None:
 
 
 class _Leaf:
-    def __init__(self, variable: torch.Tensor) -> None:
-        self.variable = variable
+    def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.users = 0
         self.locked_by: Leaves | None = None
         self.owner: Leaves | None = None  # whose gradient is in .grad
         self.kept: torch.Tensor | None = None  # the user's own .grad, while there is an owner
 
 
-# The leaves that some pass uses, by the id of the variable, which they keep alive. ``_table`` is held while hooks are
-# registered as well: of two threads that find a leaf without hooks, one would lose its own.
-_leaves: dict[int, _Leaf] = {}
+# The leaves that passes have used, by variable. ``_table`` is held while hooks are registered as well: of two threads
+# that find a leaf without hooks, one would lose its own.
+_leaves: MutableMapping[torch.Tensor, _Leaf] = WeakTensorKeyDictionary()
 _table = threading.Lock()
 
 
@@ -152,7 +151,7 @@ class Leaves:
     def __init__(self) -> None:
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.task = -1
-        self._leaves: list[_Leaf] = []
+        self._leaves: list[tuple[torch.Tensor, _Leaf]] = []
         self._hooks: list[Any] = []
 
     def watch(self, nodes: list[Any]) -> None:
@@ -160,12 +159,9 @@ class Leaves:
         for node in nodes:
             variable = node.variable
             with _table:
-                leaf = _leaves.get(id(variable))
-                if leaf is None:
-                    leaf = _leaves[id(variable)] = _Leaf(variable)
-                leaf.users += 1
-                self._leaves.append(leaf)
-                self._hooks.append(node.register_prehook(partial(self._before, leaf)))
+                leaf = _leaves.setdefault(variable, _Leaf())
+                self._leaves.append((variable, leaf))
+                self._hooks.append(node.register_prehook(partial(self._before, variable, leaf)))
                 if variable.is_leaf:  # else the engine says that it has become part of a graph
                     self._hooks.append(variable.register_post_accumulate_grad_hook(partial(self._after, leaf)))
 
@@ -173,39 +169,34 @@ class Leaves:
         """The engine has ended: give every leaf back to its user."""
         for hook in self._hooks:
             hook.remove()
-        for leaf in self._leaves:
+        for variable, leaf in self._leaves:
             if leaf.locked_by is self:  # the engine has failed between the two hooks
                 self._unlock(leaf)
             with leaf.lock:
                 if leaf.owner is self:
-                    self._take(leaf)
-                    leaf.variable.grad, leaf.owner, leaf.kept = leaf.kept, None, None
-            with _table:
-                leaf.users -= 1
-                if not leaf.users:
-                    del _leaves[id(leaf.variable)]
+                    self._take(variable)
+                    variable.grad, leaf.owner, leaf.kept = leaf.kept, None, None
         self._leaves, self._hooks = [], []
 
-    def _before(self, leaf: _Leaf, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def _before(self, variable: torch.Tensor, leaf: _Leaf, gradients: tuple[torch.Tensor | None, ...]) -> None:
         if torch._C._current_graph_task_id() != self.task or gradients[0] is None:
             return
         leaf.lock.acquire()
         leaf.locked_by = self
         if leaf.owner is None:
-            leaf.kept, leaf.variable.grad = leaf.variable.grad, None
+            leaf.kept, variable.grad = variable.grad, None
         elif leaf.owner is not self:
-            leaf.owner._take(leaf)
+            leaf.owner._take(variable)
         leaf.owner = self
 
     def _after(self, leaf: _Leaf, _: torch.Tensor) -> None:
         if torch._C._current_graph_task_id() == self.task and leaf.locked_by is self:
             self._unlock(leaf)
 
-    def _take(self, leaf: _Leaf) -> None:
-        gradient = leaf.variable.grad
-        if gradient is not None:
-            self.gradients[leaf.variable] = gradient
-            leaf.variable.grad = None
+    def _take(self, variable: torch.Tensor) -> None:
+        if variable.grad is not None:
+            self.gradients[variable] = variable.grad
+            variable.grad = None
 
     def _unlock(self, leaf: _Leaf) -> None:
         leaf.locked_by = None

@@ -150,13 +150,12 @@ class Assembler:
     Args:
         sock: the connection.
         session: the digests of its frames.
-        rest: bytes that came with the handshake.
 
     Attributes:
         left: whether the other side has said that it leaves. What follows is not read.
     """
 
-    def __init__(self, sock: socket.socket, session: Session, rest: bytes | bytearray = b"") -> None:
+    def __init__(self, sock: socket.socket, session: Session) -> None:
         self.left = False
         self._sock, self._session = sock, session
         block = ctypes.create_string_buffer(_BLOCK_BYTES)
@@ -164,7 +163,7 @@ class Assembler:
         self._receive: Callable[[], int] = partial(
             _receive, sock.fileno(), block, c_size_t(_BLOCK_BYTES), socket.MSG_DONTWAIT
         )
-        self._data = bytes(rest)
+        self._data = b""
         self._piece: memoryview | None = None  # of the large message that is coming: it is received where it belongs
         self._got = 0  # bytes of it, and of the digest and the prefix behind it, that have come
         self._prefix = b""

@@ -69,7 +69,6 @@ class SocketLink(Link):
         sock: the connection, whose handshake is done; the link closes it.
         session: the digests of its messages.
         receiver: takes what comes.
-        rest: bytes that came with the handshake.
         readers: the threads that read it while no caller does.
 
     Attributes:
@@ -80,21 +79,14 @@ class SocketLink(Link):
     name = "tcp"
     MOST_BUFFERS = frames.MOST_BUFFERS
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        session: Session,
-        receiver: Receiver,
-        rest: bytes | bytearray,
-        readers: Readers,
-    ) -> None:
+    def __init__(self, sock: socket.socket, session: Session, receiver: Receiver, readers: Readers) -> None:
         self.sock = sock
         self.over = ""
         self._session = session
         self._receiver = receiver
         self._readers = readers
         self._armed: Armed | None = None
-        self._assembler = Assembler(sock, session, rest)
+        self._assembler = Assembler(sock, session)
         self._host = Acknowledged(sock)
         self._ending = threading.Lock()
         self._large = threading.Lock()  # held for one large message

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from phalanx.errors import ArgumentError, CheckpointError, ClosedError
+from phalanx.errors import ArgumentError, CheckpointError
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.future import Future
@@ -121,9 +121,6 @@ class Shard:
 
     def add(self, member: Member) -> Pulled:
         """Count a worker among the trainers, as quick as the slowest of them, and return the values."""
-        for old in [trainer.member for trainer in list(self._trainers.values())]:
-            if old.name == member.name and old != member:  # it has come back before its end was noticed
-                self.drop(old)
         with self._lock:
             steps = min((trainer.steps for trainer in self._trainers.values()), default=0)
             self._trainers[member.incarnation] = _Trainer(member, steps)
@@ -133,10 +130,7 @@ class Shard:
     def drop(self, member: Member, _: None = None) -> bool:
         """A trainer is gone, or pushes no more: nobody waits for it."""
         with self._lock:
-            trainer = self._trainers.pop(member.incarnation, None)
-            due = self._settle() if trainer is not None else []
-        if trainer is not None and trainer.waiting is not None:
-            trainer.waiting.set_exception(ClosedError(f"{member} is a trainer no more"))
+            due = self._settle() if self._trainers.pop(member.incarnation, None) is not None else []
         _answer(due)
         return True
 
@@ -151,11 +145,8 @@ class Shard:
             trainer = self._trainers.get(member.incarnation)
             if trainer is None:
                 return None
-            given_up, trainer.waiting = trainer.waiting, answer
-            trainer.gradients = gradients
+            trainer.gradients, trainer.waiting = gradients, answer
             due = self._settle()
-        if given_up is not None:
-            given_up.set_exception(ArgumentError(f"{member} has pushed again before it had an answer"))
         _answer(due)
         return answer
 
@@ -164,13 +155,10 @@ class Shard:
         with self._lock:
             return self._pulled()
 
-    def rows(self, _: Member, wanted: Sequence[tuple[int, torch.Tensor | None]]) -> list[torch.Tensor]:
-        """Rows of pieces, by the pieces' numbers and the rows' within them; all rows for None."""
+    def rows(self, _: Member, wanted: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
+        """Rows of pieces, by the pieces' numbers and the rows' within them."""
         with self._lock, torch.no_grad():
-            return [
-                self._values[number].clone() if rows is None else self._values[number].index_select(0, rows)
-                for number, rows in wanted
-            ]
+            return [self._values[number].index_select(0, rows) for number, rows in wanted]
 
     def set(self, _: Member, options: dict[str, Any]) -> bool:
         """Change options of the optimizers, such as ``lr``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ def shared_out(shapes: Sequence[Sequence[int]], sparse: Sequence[bool], servers:
     A parameter with more elements than one server's share is cut into as many pieces as there are servers, if it has
     the rows for it. Then the largest piece that is left goes to the server that has the least.
     """
-    sizes = [_elements(shape) for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
     share = sum(sizes) / servers
     pieces: list[tuple[int, Piece]] = []
     for number, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
@@ -46,10 +47,3 @@ def shared_out(shapes: Sequence[Sequence[int]], sparse: Sequence[bool], servers:
         found[least].append(piece)
         loads[least] += size
     return [sorted(each) for each in found]
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count

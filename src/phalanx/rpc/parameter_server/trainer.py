@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -52,7 +52,7 @@ class Parameters:
     ) -> None:
         self._agent, self._settings, self._name = agent, settings, name
         self._restore_s, self._trains = restore_s, trains
-        self._servers = list(on)
+        self._servers, self._places = list(on), range(len(on))
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
         sparse = [module for module in embeddings if module.sparse and module.weight.requires_grad]
@@ -63,9 +63,10 @@ class Parameters:
         self._open = True
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._hooks = [
-            module.register_forward_pre_hook(self._fetching(numbers[id(module.weight)])) for module in sparse
+            module.register_forward_pre_hook(partial(self._before_lookup, numbers[id(module.weight)]))
+            for module in sparse
         ]
-        for place in range(len(self._servers)):
+        for place in self._places:
             self._attach(place, settings)
 
     def step(self) -> None:
@@ -78,7 +79,7 @@ class Parameters:
             WorkerLost: a server is gone, and has not come back in ``restore_s``.
             CallTimeout: another trainer has not pushed in time (``rpc.init(timeout_s=...)``).
         """
-        for place, pulled in enumerate(self._everywhere("push", self._gradients)):
+        for place, pulled in self._ask("push", {place: self._gradients(place) for place in self._places}):
             self._take(place, pulled)
 
     def zero_grad(self) -> None:
@@ -92,7 +93,7 @@ class Parameters:
         Args:
             rows: also all rows of the sparse embeddings, as before the model is saved.
         """
-        for place, pulled in enumerate(self._everywhere("pull", lambda _: None)):
+        for place, pulled in self._ask("pull", dict.fromkeys(self._places)):
             self._take(place, pulled)
         if rows:
             for number in sorted({piece.parameter for pieces in self._pieces for piece in pieces if piece.sparse}):
@@ -100,11 +101,11 @@ class Parameters:
 
     def set(self, **options: Any) -> None:
         """Change options of the servers' optimizers, such as ``lr``. All trainers may call it with the same values."""
-        list(self._everywhere("set", lambda _: options))
+        list(self._ask("set", dict.fromkeys(self._places, options)))
 
     def save(self) -> None:
         """Have every server write its checkpoint now."""
-        list(self._everywhere("save", lambda _: None))
+        list(self._ask("save", dict.fromkeys(self._places)))
 
     def close(self) -> None:
         """Stop being a trainer: the others do not wait for this worker any more. The model keeps its values."""
@@ -116,7 +117,7 @@ class Parameters:
         for server in self._servers:
             try:
                 self._agent.request(server, ASK, (self._name, "leave", None)).wait()
-            except (WorkerLost, RankError, ClosedError):
+            except (WorkerLost, ClosedError):
                 continue  # a server that is gone waits for nobody, nor does one wait for a worker that has shut down
 
     def __enter__(self) -> Parameters:
@@ -127,22 +128,18 @@ class Parameters:
 
     # Messages
 
-    def _everywhere(self, what: str, value: Callable[[int], Any]) -> Iterator[Any]:
-        """Ask all servers at once, and yield their answers; ``value`` gives what goes to the server of a place."""
-        self._require_open()
-        started = [self._start(place, what, value(place)) for place in range(len(self._servers))]
-        for place, future in enumerate(started):
-            yield self._answer(place, future, what, partial(value, place))
+    def _ask(self, what: str, values: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+        """Ask servers at once, by their places for what each gets; yield their places and answers."""
+        if not self._open:
+            raise ArgumentError("these parameters were closed: make them again with rpc.parameters()")
+        started = {place: self._start(place, what, value) for place, value in values.items()}
+        for place, future in started.items():
+            yield place, self._answer(place, future, what, values[place])
 
     def _start(self, place: int, what: str, value: Any) -> Future[Any]:
-        try:
-            return self._agent.request(self._servers[place], ASK, (self._name, what, value), asked="parameters")
-        except RankError as error:  # nobody has its name now
-            gone: Future[Any] = Future()
-            gone.set_exception(WorkerLost(str(error)))
-            return gone
+        return self._agent.request(self._servers[place], ASK, (self._name, what, value), asked="parameters")
 
-    def _answer(self, place: int, started: Future[Any], what: str, value: Callable[[], Any]) -> Any:
+    def _answer(self, place: int, started: Future[Any], what: str, value: Any) -> Any:
         """Wait for an answer; where the server has lost its shard, restore that, and ask again."""
         while True:
             try:
@@ -152,7 +149,7 @@ class Parameters:
             if answer is not None:
                 return answer
             self._attach(place, self._settings._replace(trainers=0))  # those that are left do not wait for others
-            started = self._start(place, what, value())
+            started = self._start(place, what, value)
 
     def _attach(self, place: int, settings: Settings) -> None:
         """Become a trainer of a server; wait for one that is gone, and bring it the values if it has none."""
@@ -172,10 +169,6 @@ class Parameters:
                 self._take(place, pulled)
                 return
             values = [self._piece(piece).cpu().contiguous() for piece in pieces]
-
-    def _require_open(self) -> None:
-        if not self._open:
-            raise ArgumentError("these parameters were closed: make them again with rpc.parameters()")
 
     # Pieces of the model
 
@@ -200,37 +193,30 @@ class Parameters:
             return whole if whole is None else whole.cpu()
         if not whole.is_sparse:
             return whole[piece.first : piece.end].cpu()
-        whole = whole.cpu().coalesce()
-        rows, values = whole.indices()[0], whole.values()
-        first, end = torch.searchsorted(rows, torch.tensor([piece.first, piece.end])).tolist()
-        shape = (piece.end - piece.first, *whole.shape[1:])
-        mine = rows[first:end] - piece.first
-        return torch.sparse_coo_tensor(mine[None], values[first:end], shape, is_coalesced=True)
+        return whole.cpu().coalesce().narrow_copy(0, piece.first, piece.end - piece.first)
 
-    def _fetching(self, number: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def fetch(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            self._fetch(number, inputs[0].unique())
-
-        return fetch
+    def _before_lookup(self, number: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._fetch(number, inputs[0].unique())
 
     def _fetch(self, number: int, rows: torch.Tensor | None) -> None:
         """Pull rows of a sparse parameter; ``rows`` in order, all of them if None."""
-        wanted: list[tuple[int, torch.Tensor, list[tuple[int, torch.Tensor | None]], Future[Any]]] = []
+        wanted: dict[int, list[tuple[int, int, torch.Tensor]]] = {}  # by server: piece, its first row, which rows
         for place, pieces in enumerate(self._pieces):
             for index, piece in enumerate(pieces):
-                if piece.parameter != number:
-                    continue
-                asked: list[tuple[int, torch.Tensor | None]] = [(index, None)]
-                where = torch.arange(piece.first, piece.end)
-                if rows is not None:
-                    where = rows[(rows >= piece.first) & (rows < piece.end)]
-                    asked = [(index, (where - piece.first).cpu())]
-                if len(where):
-                    wanted.append((place, where, asked, self._start(place, "rows", asked)))
+                if piece.parameter == number:
+                    where = torch.arange(piece.first, piece.end) if rows is None else rows
+                    where = where[(where >= piece.first) & (where < piece.end)]
+                    if len(where):
+                        wanted.setdefault(place, []).append((index, piece.first, where))
+
+        values = {
+            place: [(index, (where - first).cpu()) for index, first, where in pieces]
+            for place, pieces in wanted.items()
+        }
         weight = self._parameters[number].detach()
-        for place, where, asked, future in wanted:
-            found = self._answer(place, future, "rows", partial(list, asked))
-            weight.index_copy_(0, where.to(weight.device), found[0].to(weight.device))
+        for place, found in self._ask("rows", values):
+            for (_, _, where), rows_there in zip(wanted[place], found, strict=True):
+                weight.index_copy_(0, where.to(weight.device), rows_there.to(weight.device))
 
 
 def parameters(

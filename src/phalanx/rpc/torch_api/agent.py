@@ -1,7 +1,7 @@
 """This process as a worker of torch's API: what stands in for ``TensorPipeAgent``, from ``init_rpc`` to ``shutdown``.
 
-The workers of a static group meet by the store of ``init_rpc``: when they come, to see that no two have one name, and
-when they shut down. A worker that is gone is not waited for.
+The workers of a static group give each other their names by the store of ``init_rpc``, so that no two have one. From
+then on they know each other as the workers of ``rpc.init`` do. A worker that is gone is not waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Member
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import LEFT
-from phalanx.rpc.objects import table_of
 from phalanx.rpc.torch_api.torch_names import api, cpp, stand_in
 from phalanx.system.host import this_host
 from phalanx.words import tell
@@ -74,8 +73,7 @@ class TensorPipeAgent:
     Attributes:
         store: that of ``init_rpc``.
         timeout_s: how long a call may take by default, in seconds; 0 for no limit.
-        gone: the names of the workers of a static group for which this one has waited in vain.
-        leaks: what others referred to when all came to ``shutdown``, in words.
+        profiles_gil: whether ``get_debug_info`` shows the time spent waiting for the interpreter's lock.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world_size: int | None, options: Any) -> None:
@@ -83,36 +81,34 @@ class TensorPipeAgent:
         self._info = cpp.WorkerInfo(name, rank)  # which checks the name
         check_device_maps(options.device_maps)
         self.store, self._options = store, options
-        self._world_size = world_size
+        self._world_size = world_size or 0
         self.timeout_s = float(options.rpc_timeout)
+        self.profiles_gil = False
         self._lock = threading.Condition()
-        self._calls = 0  # of this worker, under way
+        self._calls = self._begun = 0  # calls of this worker: those under way, and all
         self._meetings = 0
         self._left: set[Member] = set()  # of a dynamic group
-        self.gone: set[str] = set()
-        self.leaks: list[str] = []
         self._agree_on_membership()
         names, one_host = self._names() if world_size else ([name], False)
         self._infos = [cpp.WorkerInfo(each, number) for number, each in enumerate(names)]
-        address = session.own_address(one_host=one_host)
+        address, limit_s = session.own_address(one_host=one_host), self.timeout_s or math.inf
         _agent = self  # before others can find this worker: they may call it at once
         try:
-            session.begin(PrefixStore("phalanx", store), name, rank, address, self.timeout_s or math.inf)
+            made = session.begin(PrefixStore("phalanx", store), name, rank, address, limit_s)
         except BaseException:
             _agent = None
             raise
         try:
             if world_size:  # nobody calls a worker that is not in the directory yet
                 self._exchange("there", "")
-            self._others = [self.phalanx.member(each) for each in names if each != name]
-            self.phalanx.on_change(self._on_change)
+            self._others = [made.member(each) for each in names if each != name]
             if world_size:
-                if rank > 0:  # so a first call has not to wait for a link, and rank 0 notices a loss
-                    self.phalanx.reach(self._others[0], session.REACH_S)
+                if rank > 0:  # so that the first calls of rank 0 find a link
+                    made.reach(self._others[0], session.REACH_S)
                 self._exchange("linked", "")
         except BaseException:
             self.shutdown()
-            _reset_current_rpc_agent()
+            _agent = None
             raise
 
     def _agree_on_membership(self) -> None:
@@ -142,7 +138,7 @@ class TensorPipeAgent:
 
     def _exchange(self, what: str, text: str) -> list[str]:
         """Say a text, and return those of all workers, by rank."""
-        keys = [f"phalanx/group/{what}/{rank}" for rank in range(self._world_size or 1)]
+        keys = [f"phalanx/{what}/{rank}" for rank in range(self._world_size)]
         self.store.set(keys[self._info.id], text)
         self.store.wait(keys, datetime.timedelta(seconds=self.timeout_s or _NAMES_S))
         return [value.decode() for value in self.store.multi_get(keys)]
@@ -163,17 +159,13 @@ class TensorPipeAgent:
         """Count a call of this worker, which has begun."""
         with self._lock:
             self._calls += 1
+            self._begun += 1
         call.add_done_callback(self._over, short=True)
 
     def _over(self, _: Future[Any]) -> None:
         with self._lock:
             self._calls -= 1
             self._lock.notify_all()
-
-    def wait_for_calls(self, timeout_s: float) -> bool:
-        """Wait until no call of this worker is under way."""
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._calls, timeout_s)
 
     # What torch asks
 
@@ -212,7 +204,7 @@ class TensorPipeAgent:
     def get_debug_info(self) -> dict[str, str]:
         """Counts by torch's names."""
         counts = {"thread_pool_size": self._options.num_worker_threads, "client_active_calls": self._calls}
-        if _gil_profiling:
+        if self.profiles_gil:
             counts["gil_average_wait_time_us"] = 0
         return {f"agent.{name}": str(count) for name, count in counts.items()}
 
@@ -223,87 +215,79 @@ class TensorPipeAgent:
 
     # Ends
 
-    def _on_change(self, member: Member, how: str) -> None:
-        """Let nobody wait for ever in torch's ``_all_gather`` for a worker that is lost meanwhile."""
-        with api._all_gather_dict_lock:
-            for sequence_id, states in list(api._all_gather_sequence_id_to_states.items()):
-                if how == "lost" and member.name in sequence_id:
-                    states.proceed_signal.set()
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Wait until no call of this worker is under way; in a static group, no call of anybody.
 
-    def meet(self, timeout_s: float) -> int:
-        """Wait until all other workers of a static group have come to this meeting, or are gone.
+        There each worker says how many calls it has begun, once all of them are over. If the sum is the same twice, no
+        call has begun another one meanwhile.
 
         Args:
-            timeout_s: for how long, in seconds; 0 for no limit.
-
-        Returns:
-            How many calls were under way anywhere, as each worker said when it came.
+            shutdown: this worker leaves. Of a dynamic group it says so now, while torch lets nobody join: whoever comes
+                next calls all workers that are there.
+            timeout: in seconds; 0 for no limit.
 
         Raises:
             InitializationError: the time is over; it says who is late and what they do.
         """
+        before = -1
+        while (total := self._sum_of_calls(timeout)) > before:
+            before = total
+        if shutdown and not self.is_static_group:
+            self.phalanx.directory.leave(self.phalanx.me, LEFT)
+
+    def _sum_of_calls(self, timeout_s: float) -> int:
+        """Wait until all calls of this worker are over, and meet the others.
+
+        Returns:
+            How many calls all workers of a static group have begun; -1 if they cannot be asked, or it is a dynamic one.
+        """
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._calls, timeout_s or threading.TIMEOUT_MAX):
+                raise InitializationError(
+                    f"{self._calls} calls of {self._info.name} had not ended after {timeout_s:g} s"
+                )
+            begun = self._begun
+        if not self.is_static_group:
+            return -1
         self._meetings += 1
         store = PrefixStore(f"phalanx/meeting/{self._meetings}", self.store)
-        late = {member.rank: member for member in self._others if member.name not in self.gone}
-        busy = self._calls
+        late = {member.rank: member for member in self._others}
 
         def missing() -> list[Member]:
-            nonlocal busy
+            nonlocal begun
+            gone = self.phalanx.known_gone()
             for rank, member in list(late.items()):
                 if store.check([str(rank)]):
-                    busy += int(store.get(str(rank)))
+                    begun += int(store.get(str(rank)))
                     del late[rank]
-                elif member in self.phalanx.known_gone():
-                    self.gone.add(member.name)
+                elif member in gone:
                     del late[rank]
             return list(late.values())
 
         try:
-            store.set(str(self._info.id), str(busy))
+            store.set(str(self._info.id), str(begun))
             with contextlib.suppress(RuntimeError):  # which most often ends sooner than a look comes
                 store.wait([str(rank) for rank in late], datetime.timedelta(seconds=_AT_ONCE_S))
             session.wait_for_shutdown(self.phalanx, missing, timeout_s or math.inf, len(self._others))
         except PhalanxError:
             raise
         except RuntimeError:  # the store has gone with the worker that had it, which had seen everybody
-            return 0
-        return busy
-
-    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Wait until all workers of a static group are here and no call is under way.
-
-        Args:
-            shutdown: this worker leaves. Of a dynamic group it says so now, while torch lets nobody join: whoever comes
-                next calls all workers that are there.
-            timeout: in seconds; 0 for no limit.
-        """
-        if not self.wait_for_calls(timeout or threading.TIMEOUT_MAX):
-            raise InitializationError(f"{self._calls} calls of {self._info.name} had not ended after {timeout:g} s")
-        busy = int(self.is_static_group)
-        while busy:
-            found = table_of(self.phalanx).named_for_others()  # now: others may leave, and with them what they hold
-            self.leaks = [f"Leaking RRef {identity} held by {', '.join(holders)}" for identity, holders in found]
-            busy = self.meet(timeout)
-        if shutdown and not self.is_static_group:
-            self.phalanx.directory.leave(self.phalanx.me, LEFT)
+            return -1
+        return begun
 
     def shutdown(self) -> None:
         """Stop being a worker."""
         session.shutdown(wait=False)
 
 
-def wait_all_workers(own: Callable[..., None]) -> Callable[..., None]:
-    """Stand in for torch's ``_wait_all_workers``: say who is late, and do not wait for those that are gone."""
-
-    def _wait_all_workers(timeout: float = api.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-        if is_set():
-            agent().meet(timeout)
-            for name in agent().gone:
-                tell(f"warning: {name} is gone; rpc.shutdown() goes on without it")
-        if not (is_set() and agent().gone):
-            own(timeout)
-
-    return _wait_all_workers
+def wait_all_workers(timeout: float = api.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Stand in for torch's ``_wait_all_workers``: wait until nobody calls any more."""
+    agent().join(timeout=timeout)
+    own = agent().phalanx
+    for member in own.known_gone():
+        departure = own.reach(member, 0.0)
+        if departure is not None and not departure.left:
+            tell(f"warning: {member.name} is gone; rpc.shutdown() goes on without it")
 
 
 def check_device_maps(maps: Mapping[str, Mapping[Any, Any]]) -> None:
@@ -321,14 +305,10 @@ def check_device_maps(maps: Mapping[str, Mapping[Any, Any]]) -> None:
                 )
 
 
-_gil_profiling = False
-
-
 @stand_in
 def enable_gil_profiling(flag: bool) -> None:
     """As torch's: whether the time spent waiting for the interpreter's lock is shown. Nothing is measured."""
-    global _gil_profiling
-    _gil_profiling = flag
+    agent().profiles_gil = flag
 
 
 @stand_in

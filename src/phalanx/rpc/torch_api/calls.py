@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,22 +27,18 @@ from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
 from phalanx.rpc.torch_api.torch_names import internal, stand_in
 
-__all__ = ["CALL", "Answer", "Call", "RpcTimeout", "answer_of", "call", "value_of", "wait_all"]
+__all__ = ["CALL", "FETCH", "Answer", "Call", "RpcTimeout", "call", "fetch", "operator_call", "wait_all"]
 
-CALL = "torch.call"
-BUILTIN, PYTHON = "builtin", "python"
+CALL, FETCH = "torch.call", "torch.fetch"
 
 
 class Call(NamedTuple):
     """A call as it travels."""
 
-    kind: str  # BUILTIN if ``name`` is one of torch's operators, PYTHON if the function is in the payload
-    name: str
-    payload: bytes  # like ``tensors`` as ``torch.distributed.rpc.internal.serialize`` makes it of the arguments
+    payload: bytes  # function and arguments; like ``tensors`` as ``torch.distributed.rpc.internal.serialize`` makes it
     tensors: list[torch.Tensor]
     references: Sequence[RemoteObject]  # those in the payload
     autograd: Any  # what distributed autograd sends
-    asynchronous: bool  # the function returns a future
     into: RemoteObject | None  # for ``remote``, the value to make
     profile: dict[str, bool] | None  # what to record, if the caller has a profiler on
 
@@ -82,13 +79,11 @@ def seconds(timeout: float) -> float:
 
 def call(
     to: Any,
-    kind: str,
-    name: str,
     payload: bytes,
     tensors: list[torch.Tensor],
     timeout: float,
-    asynchronous: bool = False,
     *,
+    asked: str = "a function",
     into: RemoteObject | None = None,
 ) -> Future[Any]:
     """Make a call to a worker, of which ``torch.distributed.rpc`` has encoded the arguments on this thread."""
@@ -98,15 +93,15 @@ def call(
     profile, sent_at = profiling.sending(), time.monotonic()
     sent, autograd = wrap(member, tensors)
     flags = profile[0].flags if profile is not None else None
-    request = (kind, name, payload, sent, references, autograd, asynchronous, into, flags)
-    started = own.phalanx.request(member, CALL, request, seconds(timeout), asked=name or "a function")
+    request = (payload, sent, references, autograd, into, flags)
+    started = own.phalanx.request(member, CALL, request, seconds(timeout), asked=asked)
     own.count(started)
 
     def finish(answer: tuple[Any, ...]) -> Any:
         found = Answer(*answer)
         if profile is not None:
             profile[0].add(profile[1], sent_at, list(found.events))
-        return value_of(member, found)
+        return _value_of(member, found)
 
     future: Future[Any] = CallFuture(started, finish, own.phalanx.run)
     if profile is None:
@@ -114,7 +109,19 @@ def call(
     return future.then(lambda done: done.wait())  # torch's profiler loses an error that was set from Python
 
 
-def value_of(member: Member, answer: Answer) -> Any:
+def fetch(owner: Member, name: tuple[Any, ...], timeout: float) -> Any:
+    """Return the value of a name on its owner, once it has been made. The caller has a reference to it."""
+    own = agent()
+    _, autograd = wrap(owner, [])
+    started = own.phalanx.request(owner, FETCH, (name, autograd), seconds(timeout), asked="to_here()")
+    own.count(started)
+    try:
+        return _value_of(owner, Answer(*started.wait()))
+    except CallTimeout as error:
+        raise RpcTimeout.of(error) from None
+
+
+def _value_of(member: Member, answer: Answer) -> Any:
     """Return what a call returned, or raise what the function raised."""
     if not answer.payload:
         return None
@@ -126,14 +133,6 @@ def value_of(member: Member, answer: Answer) -> Any:
     if isinstance(value, internal.RemoteException):
         _raise_here(value)
     return value
-
-
-def answer_of(started: OwnFuture[Any]) -> Any:
-    """Wait for a call."""
-    try:
-        return started.wait()
-    except CallTimeout as error:
-        raise RpcTimeout.of(error) from None
 
 
 @contextlib.contextmanager
@@ -235,42 +234,37 @@ def wait_all(futures: Sequence[Any]) -> list[Any]:
     Raises:
         Exception: that of the first future that fails, without waiting for the others.
     """
-    left, changed = len(futures), threading.Condition()
-    failed: list[BaseException] = []
-
-    def done(future: Any) -> None:
-        nonlocal left
-        error = None
-        try:
-            future.value()
-        except BaseException as raised:
-            error = raised
-        with changed:
-            left -= 1
-            if error is not None:
-                failed.append(error)
-            changed.notify_all()
-
+    finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for future in futures:
-        future.add_done_callback(done)
-    with changed:
-        changed.wait_for(lambda: failed or not left)
-    if failed:
-        raise failed[0]
+        future.add_done_callback(finished.put)
+    for _ in futures:
+        finished.get().wait()
     return [future.wait() for future in futures]
+
+
+def operator_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
+    """Encode a call of one of torch's operators, which torch names instead of encoding them."""
+    encoded: tuple[bytes, list[torch.Tensor]] = internal.serialize(
+        internal.PythonUDF(_run_operator, (name, *args), kwargs)
+    )
+    return encoded
+
+
+def _run_operator(name: str, /, *args: Any, **kwargs: Any) -> Any:
+    function, _ = torch._C._jit_get_operation(name)
+    return function(*args, **kwargs)
 
 
 @stand_in
 def _invoke_rpc_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
-    payload, tensors = internal.serialize((args, kwargs))
-    return call(dst, BUILTIN, name, payload, tensors, timeout)
+    return call(dst, *operator_call(name, args, kwargs), timeout, asked=name)
 
 
 @stand_in
 def _invoke_rpc_python_udf(
     dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
 ) -> Future[Any]:
-    return call(dst, PYTHON, "", payload, tensors, timeout, asynchronous)
+    return call(dst, payload, tensors, timeout)
 
 
 def _invoke_rpc_torchscript(dst: str, name: str, *_: Any) -> NoReturn:

@@ -8,7 +8,12 @@ Checked on torch 2.13.0.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +22,6 @@ from phalanx.errors import InitializationError, PhalanxError
 from phalanx.rpc.autograd import engine
 from phalanx.rpc.autograd.contexts import Context, contexts
 from phalanx.rpc.torch_api import agent, calls, profiling, rref, service  # noqa: F401 - the last serves
-from phalanx.rpc.torch_api.late_imports import after_import
 from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, registry, stand_ins
 
 __all__ = ["install"]
@@ -43,7 +47,7 @@ def install() -> None:
     pairs += [(getattr(cpp_autograd, name), new) for name, new in _AUTOGRAD.items()]
     pairs += [(api.RRef, rref.RRef), (torch.futures.wait_all, calls.wait_all)]
     pairs += [(registry.init_backend, agent.init_backend)]
-    pairs += [(api._wait_all_workers, agent.wait_all_workers(api._wait_all_workers))]
+    pairs += [(api._wait_all_workers, agent.wait_all_workers)]
     replaced = {id(old): new for old, new in pairs}  # pairs keeps the old objects, and with them their ids, alive
     rref.RRef.__module__, rref.RRef.__qualname__ = api.__name__, "RRef"
     of_torch = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
@@ -54,7 +58,13 @@ def install() -> None:
             if new is not None:
                 setattr(module, name, new)
     profiling.follow_profiles()
-    after_import("torch.distributed.optim.optimizer", _optimize_in_python)
+    if _OPTIMIZER in sys.modules:
+        _optimize_in_python(sys.modules[_OPTIMIZER])
+    else:
+        sys.meta_path.insert(0, _OptimizerFinder())
+
+
+_OPTIMIZER = "torch.distributed.optim.optimizer"  # takes seconds to import, so that waits until the program does
 
 
 def _optimize_in_python(optimizer: Any) -> None:
@@ -63,6 +73,25 @@ def _optimize_in_python(optimizer: Any) -> None:
     It compiles some of them with TorchScript, and these would ask torch's C++ for the gradients.
     """
     optimizer.functional_optim_map = {}
+
+
+class _OptimizerFinder(MetaPathFinder):
+    """Change that module right after its first import."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _OPTIMIZER or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)  # the others find it
+        found = importlib.util.find_spec(name)
+        loader: Any = found.loader if found is not None else None
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _optimize_in_python(module)
+
+        loader.exec_module = exec_module
+        return found
 
 
 # What torch.distributed.autograd takes from torch's C++.

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.rpc.torch_api.torch_names import autograd, profiler_legacy, profiler_util, stand_in
 
-__all__ = ["Profile", "follow_profiles", "global_profiles", "profiled", "sending"]
+__all__ = ["Profile", "follow_profiles", "profiled", "sending"]
 
 REMOTE = "#remote_op: "
 _FLAGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
@@ -113,43 +113,3 @@ def profiled(flags: dict[str, bool] | None) -> Iterator[list[Any]]:
     with profiler_legacy.profile(**flags) as profile:
         yield events
     events += _alone(profile.function_events)
-
-
-class GlobalProfiles:
-    """The profiles of everything that this worker runs for others; each collects records while it is on."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._profiles: list[tuple[Any, list[Any]]] = []
-
-    def enable(self, config: Any) -> None:
-        """Begin one."""
-        with self._lock:
-            self._profiles.append((config, []))
-
-    def disable(self) -> list[Any]:
-        """End the innermost, and return its records."""
-        with self._lock:
-            return self._profiles.pop()[1]
-
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """Profile one request, if a profile is on as it begins."""
-        with self._lock:
-            profiles = list(self._profiles)
-        if not profiles:
-            yield
-            return
-        autograd._enable_profiler_legacy(profiles[-1][0])
-        try:
-            yield
-        finally:
-            records = autograd._disable_profiler_legacy()
-            with self._lock:
-                for _, collected in profiles:
-                    collected.append(records)
-
-
-global_profiles = GlobalProfiles()
-stand_in(global_profiles.enable, "_enable_server_process_global_profiler")
-stand_in(global_profiles.disable, "_disable_server_process_global_profiler")

@@ -24,25 +24,23 @@ from torch.futures import Future
 from phalanx.errors import CallTimeout, PhalanxError
 from phalanx.rpc.agent import Member
 from phalanx.rpc.autograd import engine
-from phalanx.rpc.autograd.requests import wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, RemoteObject, Table, table_of
 from phalanx.rpc.torch_api.agent import agent
-from phalanx.rpc.torch_api.calls import BUILTIN, PYTHON, Answer, answer_of, call, note_reference, seconds, value_of
+from phalanx.rpc.torch_api.calls import call, fetch, note_reference, operator_call
 from phalanx.rpc.torch_api.torch_names import api, autograd, cpp, internal, rref_proxy, stand_in
 from phalanx.words import tell
 
-__all__ = ["BACKWARD", "FETCH", "Identity", "PyRRef", "RRef", "begin_backward"]
+__all__ = ["Identity", "PyRRef", "RRef"]
 
 T = TypeVar("T")
-FETCH, BACKWARD = "torch.fetch", "torch.backward"
 UNSET = cpp._UNSET_RPC_TIMEOUT
 _LOOK_S = 0.005
 _TYPE_NAME = "RRef"  # of the remote objects
 _TorchRRef = cpp.PyRRef
 
 _numbers = itertools.count()
-_users: weakref.WeakSet[UserRRef] = weakref.WeakSet()
+_users: weakref.WeakSet[PyRRef] = weakref.WeakSet()  # the references to values of other workers
 
 
 class Identity(NamedTuple):
@@ -62,56 +60,17 @@ class Identity(NamedTuple):
         return Identity(me.rank, next(_numbers), me.incarnation)
 
 
-class OwnerRRef(NamedTuple):
-    """A value on its owner. The table has it while other workers hold it, or it is on its way to them."""
-
-    identity: Identity
-    owned: Owned
-
-    def __str__(self) -> str:
-        return f"OwnerRRef({self.identity})"
-
-
-class UserRRef:
-    """A reference on a worker that is not the owner. This worker holds the value while there is one."""
-
-    def __init__(self, owner: Member, identity: Identity, *, confirmed: bool) -> None:
-        self.owner, self.identity, self.fork = owner, identity, Identity.new()
-        self.confirmed = confirmed  # whether the call that makes the value has returned
-        self.deleted = False  # whether it was given up at shutdown
-        self.failure: BaseException | None = None  # why the value was never made; a use of the reference raises that
-        _table().hold(owner, identity, known=True)  # by the message that brings the name there, or has brought it here
-        self._let_go = weakref.finalize(self, _table().release, owner, identity)
-        self._let_go.atexit = False
-        _users.add(self)
-
-    def __str__(self) -> str:
-        return f"UserRRef(RRefId = {self.identity}, ForkId = {self.fork})"
-
-    def in_errors(self) -> str:
-        """The reference as torch writes it in errors."""
-        return f"UserRRef(rref_id={self.identity}, fork_id={self.fork})"
-
-    def give_up(self) -> None:
-        """Hold the value no more."""
-        self.deleted = True
-        self._let_go()
-
-    def require_usable(self, use: str) -> None:
-        """Refuse to use a reference whose value was never made, or that was given up."""
-        if self.failure is not None:
-            raise self.failure
-        if self.deleted:
-            raise PhalanxError(f"{self.in_errors()} has been deleted. Cannot call {use} after deletion.")
-
-
 def _table() -> Table:
     return table_of(agent().phalanx)
 
 
 @stand_in
 class PyRRef:
-    """A reference to a value of a worker, of this one or of another."""
+    """A reference to a value of a worker.
+
+    The owner's table has the value while other workers hold it, or it is on its way to them. A reference of another
+    worker, which is a *user*, has that worker hold it.
+    """
 
     def __init__(self, value: Any, type_hint: Any = None) -> None:
         """A reference to a value of this process."""
@@ -119,49 +78,71 @@ class PyRRef:
             raise PhalanxError("an RRef over Phalanx cannot hold a TorchScript module; give it the Python module")
         made: OwnFuture[Any] = OwnFuture()
         made.set_result(value)
-        self._set(OwnerRRef(Identity.new(), Owned(made)))
+        self._set(agent().phalanx.me, Identity.new(), Owned(made))
 
-    def _set(self, reference: OwnerRRef | UserRRef, creation: Future[Any] | None = None) -> None:
-        self._reference = reference
-        self._creation = creation
+    def _set(self, owner: Member, identity: Identity, owned: Owned | None = None) -> None:
+        self._owner, self._identity, self._owned = owner, identity, owned  # None on a user
+        self._confirmed = True  # whether the call that makes the value has returned
+        self._deleted = False  # whether it was given up at shutdown
+        self._failure: BaseException | None = None  # why the value was never made; a use of the reference raises that
+        self._creation: Future[Any] | None = None
         self._profiling: Future[Any] | None = None
         self._type: Any = None
+        if owned is None:
+            self._fork = Identity.new()
+            _table().hold(owner, identity, known=True)  # by the message that brings the name there, or has brought it
+            self._let_go = weakref.finalize(self, _table().release, owner, identity)
+            self._let_go.atexit = False
+            _users.add(self)
+
+    def _give_up(self) -> None:
+        self._deleted = True
+        self._let_go()
+
+    def _require_usable(self, use: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._deleted:
+            raise PhalanxError(f"{self._in_errors()} has been deleted. Cannot call {use} after deletion.")
+
+    def _in_errors(self) -> str:
+        return f"UserRRef(rref_id={self._identity}, fork_id={self._fork})"
+
+    def __str__(self) -> str:
+        if self._owned is not None:
+            return f"OwnerRRef({self._identity})"
+        return f"UserRRef(RRefId = {self._identity}, ForkId = {self._fork})"
 
     def is_owner(self) -> bool:
-        return isinstance(self._reference, OwnerRRef)
+        return self._owned is not None
 
     def confirmed_by_owner(self) -> bool:
-        return isinstance(self._reference, OwnerRRef) or self._reference.confirmed
+        return self._confirmed
 
     def owner(self) -> Any:
-        return agent().get_worker_info(None if isinstance(self._reference, OwnerRRef) else self._reference.owner.name)
+        return agent().get_worker_info(None if self._owned is not None else self._owner.name)
 
     def owner_name(self) -> str:
         return str(self.owner().name)
 
     def local_value(self) -> Any:
-        if not isinstance(self._reference, OwnerRRef):
+        if self._owned is None:
             where = f"user {agent().get_worker_info()}. Call it on owner {self.owner()}"
             raise PhalanxError(
                 f"Can't call RRef.local_value() on a non-owner RRef. "
-                f"For {self._reference.in_errors()}, can't call localValue() on {where}"
+                f"For {self._in_errors()}, can't call localValue() on {where}"
             )
-        value = self._reference.owned.value.wait()
+        value = self._owned.value.wait()
         internal._handle_exception(value)
         return value
 
     def to_here(self, timeout: float = UNSET) -> Any:
-        if isinstance(self._reference, OwnerRRef):
+        if self._owned is not None:
             return self.local_value()
-        self._reference.require_usable("to_here() on it")
-        owner = self._reference.owner
-        name = f"to_here#({agent().get_worker_info().name})->({owner.name})"
+        self._require_usable("to_here() on it")
+        name = f"to_here#({agent().get_worker_info().name})->({self._owner.name})"
         with autograd.profiler.record_function(name) if autograd._profiler_enabled() else contextlib.nullcontext():
-            _, context = wrap(owner, [])
-            message = self._reference.identity, context
-            started = agent().phalanx.request(owner, FETCH, message, seconds(timeout), asked="to_here()")
-            agent().count(started)
-            return value_of(owner, Answer(*answer_of(started)))
+            return fetch(self._owner, tuple(self._identity), timeout)
 
     def rpc_sync(self, timeout: float = UNSET) -> Any:
         return rref_proxy.RRefProxy(self, api.rpc_sync, timeout)
@@ -173,15 +154,16 @@ class PyRRef:
         return rref_proxy.RRefProxy(self, api.remote, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        if isinstance(self._reference, OwnerRRef):
-            begin_backward(self.local_value(), dist_autograd_ctx_id, retain_graph)
+        if self._owned is not None:
+            _backward_of(self, dist_autograd_ctx_id, retain_graph)
             return
         if dist_autograd_ctx_id == -1:
             raise PhalanxError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        self._reference.require_usable("backward() on it")
-        message = self._reference.identity, dist_autograd_ctx_id, retain_graph
-        owner, limit_s = self._reference.owner, seconds(UNSET)
-        answer_of(agent().phalanx.request(owner, BACKWARD, message, limit_s, asked="backward()"))
+        self._require_usable("backward() on it")
+        payload, tensors = internal.serialize(
+            internal.PythonUDF(_backward_of, (self, dist_autograd_ctx_id, retain_graph), {})
+        )
+        call(self._owner, payload, tensors, UNSET, asked="backward()").wait()
 
     def _get_type(self, timeout: float = UNSET, blocking: bool = True) -> Any:
         if self._type is None:
@@ -207,24 +189,16 @@ class PyRRef:
         self._profiling = future
 
     def _serialize(self) -> tuple[Any, ...]:
-        reference = self._reference
-        if isinstance(reference, UserRRef):
-            reference.require_usable("fork an UserRRef")
-        owner = reference.owner if isinstance(reference, UserRRef) else agent().phalanx.me
-        note_reference(RemoteObject(owner, reference.identity, _TYPE_NAME))  # which holds it on the way
-        if isinstance(reference, OwnerRRef):
-            _table().keep(reference.identity, reference.owned)
-        return owner, tuple(reference.identity)
+        if self._owned is None:
+            self._require_usable("fork an UserRRef")
+        note_reference(RemoteObject(self._owner, self._identity, _TYPE_NAME))  # which holds it on the way
+        if self._owned is not None:
+            _table().keep(self._identity, self._owned)
+        return self._owner, tuple(self._identity)
 
     @staticmethod
     def _deserialize(data: tuple[Any, ...]) -> RRef[Any]:
-        owner, identity = data[0], Identity(*data[1])
-        if owner == agent().phalanx.me:
-            return _wrapped(OwnerRRef(identity, _table().find(identity)))
-        return _wrapped(UserRRef(owner, identity, confirmed=True))
-
-    def __str__(self) -> str:
-        return str(self._reference)
+        return _made(data[0], Identity(*data[1]))
 
     def __getstate__(self) -> Any:
         raise PhalanxError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
@@ -244,14 +218,15 @@ class RRef(PyRRef, Generic[T]):
     __doc__ = _TorchRRef.__doc__
 
 
-def _wrapped(reference: OwnerRRef | UserRRef, creation: Future[Any] | None = None) -> RRef[Any]:
+def _made(owner: Member, identity: Identity) -> RRef[Any]:
     made: RRef[Any] = RRef.__new__(RRef)
-    made._set(reference, creation)
+    made._set(owner, identity, _table().find(identity) if owner == agent().phalanx.me else None)
     return made
 
 
-def begin_backward(value: Any, context: int, retain_graph: bool) -> None:
+def _backward_of(reference: PyRRef, context: int, retain_graph: bool) -> None:
     """Begin a backward pass at a value of this worker: a distributed one, or a local one if ``context`` is -1."""
+    value = reference.local_value()
     if not isinstance(value, torch.Tensor):
         raise PhalanxError("RRef should contain a tensor for .backward()")
     if context == -1:
@@ -262,44 +237,47 @@ def begin_backward(value: Any, context: int, retain_graph: bool) -> None:
 
 @stand_in
 def _invoke_remote_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-    payload, tensors = internal.serialize((args, kwargs))
-    return _remote(dst, BUILTIN, name, payload, tensors, timeout, False)
+    return _remote(dst, *operator_call(name, args, kwargs), timeout, asked=name)
 
 
 @stand_in
 def _invoke_remote_python_udf(
     dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
 ) -> Any:
-    return _remote(dst, PYTHON, "", payload, tensors, timeout, asynchronous)
+    return _remote(dst, payload, tensors, timeout)
 
 
 def _remote(
-    dst: Any, kind: str, name: str, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
+    dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, *, asked: str = "a function"
 ) -> RRef[Any]:
     member, identity = agent().member(dst), Identity.new()
     into = RemoteObject(member, identity, _TYPE_NAME)
     if member == agent().phalanx.me:
         _table().tell(member)  # which makes an entry
-        own = OwnerRRef(identity, _table().find(identity))
-        return _wrapped(own, call(dst, kind, name, payload, tensors, timeout, asynchronous, into=into))
-    user = UserRRef(member, identity, confirmed=False)
+    reference = _made(member, identity)
+    creation = call(dst, payload, tensors, timeout, asked=asked, into=into)
+    if reference.is_owner():
+        reference._creation = creation
+        return reference
+    reference._confirmed = False
 
     def made(done: Future[Any]) -> None:
         try:
             done.wait()
         except CallTimeout:
-            user.failure = PhalanxError(
+            reference._failure = PhalanxError(
                 f"RRef creation via rpc.remote() to {member.name} timed out, and it is possible that the RRef on the "
                 f"owner node does not exist."
             )
             raise
         except Exception as error:
-            user.failure = error
+            reference._failure = error
             raise
         finally:
-            user.confirmed = True
+            reference._confirmed = True
 
-    return _wrapped(user, call(dst, kind, name, payload, tensors, timeout, asynchronous, into=into).then(made))
+    reference._creation = creation.then(made)
+    return reference
 
 
 @stand_in
@@ -308,7 +286,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     counts = {
         "num_owner_rrefs": len(named),
         "num_pending_futures": 0,
-        "num_pending_users": sum(not user.confirmed for user in list(_users)),
+        "num_pending_users": sum(not user._confirmed for user in list(_users)),
         "num_forks": sum(len(holders) for _, holders in named),
     }
     return {name: str(count) for name, count in counts.items()}
@@ -320,10 +298,9 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: datetime.timedelta = date
     until = time.monotonic() + timeout.total_seconds()
     table = _table()
     table.hurry.set()
-    if not agent().wait_for_calls(timeout.total_seconds()):
-        tell("warning: rpc.shutdown() does not wait any longer for calls under way")
+    agent().join(timeout=timeout.total_seconds())
     for user in list(_users):
-        user.give_up()
+        user._give_up()
     while table.named_for_others():
         if time.monotonic() > until:
             tell("warning: rpc.shutdown() does not wait any longer for values of this worker that others refer to")
@@ -333,9 +310,4 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: datetime.timedelta = date
 
 @stand_in
 def _destroy_rref_context(ignore_leaks: bool) -> None:
-    leaks = agent().leaks
-    if leaks and not ignore_leaks:
-        raise PhalanxError(
-            "; ".join(leaks) + ". Detected RRef Leaks during shutdown. This usually occurs when the application code "
-            "still holds references to RRef instances when calling shutdown()"
-        )
+    """Do nothing: what others still hold is freed with this worker."""

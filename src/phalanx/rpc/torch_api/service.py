@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, table_of
 from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
-from phalanx.rpc.torch_api.calls import CALL, PYTHON, Answer, Call, noted_references, pickle_errors
-from phalanx.rpc.torch_api.rref import BACKWARD, FETCH, Identity, begin_backward
+from phalanx.rpc.torch_api.calls import CALL, FETCH, Answer, Call, noted_references, pickle_errors
 from phalanx.rpc.torch_api.torch_names import internal
 
 __all__: list[str] = []
@@ -24,7 +22,6 @@ __all__: list[str] = []
 def _equip(own: Agent) -> None:
     own.serve(CALL, _on_call)
     own.serve(FETCH, _on_fetch)
-    own.serve(BACKWARD, _on_backward)
 
 
 session.on_init(_equip)
@@ -35,18 +32,15 @@ def _on_call(incoming: Incoming, message: tuple[Any, ...]) -> Any:
     agent()  # which raises where this process is no worker of torch's API
     tensors = unwrap(peer, call.tensors, call.autograd)
     owned = _value(peer, call.into._number) if call.into is not None else None
-    with running_in(call.autograd), profiling.global_profiles.around(), profiling.profiled(call.profile) as events:
+    with running_in(call.autograd), profiling.profiled(call.profile) as events:
         try:
             result = _run(call, tensors)
             if call.profile is not None and isinstance(result, OwnFuture):
                 result = result.wait()  # on this thread, whose profile it belongs to
         except Exception as error:
-            if owned is None:
-                raise
-            owned.value.set_exception(error)
-            if call.kind == PYTHON:
-                raise
-            return tuple(Answer(events=events))
+            if owned is not None:
+                owned.value.set_exception(error)
+            raise
         if isinstance(result, OwnFuture):
             return result.then(lambda value: _answer(peer, call, owned, value, events))
         return _answer(peer, call, owned, result, events)
@@ -59,20 +53,21 @@ def _value(holder: Member, name: Any) -> Owned:
     return table.find(name)
 
 
+def _on_fetch(incoming: Incoming, message: tuple[Any, ...]) -> OwnFuture[Any]:
+    name, autograd = message
+    unwrap(incoming.peer, [], autograd)  # enters the caller's context here
+    made: OwnFuture[Any] = _value(incoming.peer, name).value
+    return made.then(lambda value: _encoded(incoming.peer, autograd, value, []))
+
+
 def _run(call: Call, tensors: list[torch.Tensor]) -> Any:
     """The function's value, or an ``OwnFuture`` of it if the function is asynchronous."""
     with pickle_errors():
         given = internal.deserialize(call.payload, tensors)
-    if call.kind == PYTHON:
-        result = internal._run_function(given)
-        if not call.asynchronous or isinstance(result, internal.RemoteException):
-            return result
-        return _later(result)
-    if isinstance(given, AttributeError):
-        raise given
-    args, kwargs = given
-    function, _ = torch._C._jit_get_operation(call.name)
-    return function(*args, **kwargs)
+    result = internal._run_function(given)
+    if isinstance(result, internal.RemoteException) or not hasattr(given.func, "_wrapped_async_rpc_function"):
+        return result
+    return _later(result)
 
 
 def _later(result: Any) -> Any:
@@ -99,41 +94,13 @@ def _answer(peer: Member, call: Call, owned: Owned | None, value: Any, events: l
     if owned is not None:
         owned.value.set_result(value)
         return tuple(Answer(events=events))
-    with running_in(call.autograd):
-        return _encoded(peer, value, events)
+    return _encoded(peer, call.autograd, value, events)
 
 
-def _encoded(peer: Member, value: Any, events: list[Any]) -> tuple[Any, ...]:
+def _encoded(peer: Member, context: Any, value: Any, events: list[Any]) -> tuple[Any, ...]:
     with pickle_errors():
         payload, tensors = internal.serialize(value)
     references = noted_references()
-    sent, autograd = wrap(peer, tensors)
+    with running_in(context):
+        sent, autograd = wrap(peer, tensors)
     return tuple(Answer(payload, sent, references, autograd, events))
-
-
-def _on_fetch(incoming: Incoming, message: tuple[Any, ...]) -> OwnFuture[Any]:
-    identity, autograd = message
-    unwrap(incoming.peer, [], autograd)  # enters the caller's context here
-    answer: OwnFuture[Any] = OwnFuture()
-
-    def encode(done: OwnFuture[Any]) -> None:
-        try:
-            value = done.wait(0)
-            with running_in(autograd):
-                answer.set_result(_encoded(incoming.peer, value, []))
-        except Exception as error:
-            answer.set_exception(error)
-
-    _value(incoming.peer, Identity(*identity)).value.add_done_callback(encode)
-    return answer
-
-
-def _on_backward(incoming: Incoming, message: tuple[Any, ...]) -> None:
-    identity, context, retain_graph = message
-    value = _value(incoming.peer, Identity(*identity)).value.wait()
-    internal._handle_exception(value)
-    try:
-        begin_backward(value, context, retain_graph)
-    except Exception as error:
-        print(f"backward() for {incoming.peer}: {error!r}\n", end="", file=sys.stderr)
-        raise
