@@ -299,8 +299,8 @@ typedef struct phx_message phx_message;
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag);
 
-/* Send at once if nothing waits to be sent to `dst` and there is room for all of it: 1, and there is no message to wait
- * for. Else do nothing: 0. */
+/* Send at once to a rank of this host if nothing waits to be sent there and there is room for all of it: 1, and there
+ * is no message to wait for. Else do nothing: 0. */
 PHX_API int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 
 /* Move what can be moved now; 1 if the message is done or the group broken, else 0. Never blocks. With `watch` it also
@@ -344,8 +344,8 @@ PHX_API int phx_messages_join(phx_comm *comm, uint32_t size, const int32_t *here
 PHX_API int phx_messages_connect(phx_comm *comm, uint32_t rank, int socket, int incoming);
 PHX_API void phx_messages_refused(phx_comm *comm, uint32_t rank, int left);
 
-/* Return whether a rank is on this host, or has connected itself to send. */
-PHX_API int phx_messages_met(phx_comm *comm, uint32_t rank);
+/* Return whether messages can come from a rank, or with 0 for `receiving` go there: it is on this host, or connected. */
+PHX_API int phx_messages_met(phx_comm *comm, uint32_t rank, int receiving);
 
 /* End the connections, without a word. */
 PHX_API void phx_messages_cut(phx_comm *comm);

@@ -212,7 +212,7 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     self->fail = PyObject_GetAttrString(communicator, "_fail");
     self->mailbox = PyObject_GetAttrString(communicator, "_mailbox");
     self->inside = self->mailbox ? PyObject_GetAttrString(self->mailbox, "inside") : NULL;
-    self->fail_message = self->mailbox ? PyObject_GetAttrString(self->mailbox, "fail_recv") : NULL;
+    self->fail_message = self->mailbox ? PyObject_GetAttrString(self->mailbox, "fail") : NULL;
     self->pointers = calloc(size, sizeof *self->pointers);
     Py_XDECREF(running);
     if (!PyErr_Occurred() && self->busy && PyList_CheckExact(self->inside) && self->pointers)

@@ -48,7 +48,7 @@ class Transfer:
 
     Args:
         engine: that carries it.
-        handle: of the core's message; 0 if it was done when it was called.
+        handle: of the core's message.
         tensor, peer: what is moved, and the rank at the other end.
     """
 
@@ -77,14 +77,11 @@ class Engine(RemoteMail):
         super().__init__("collectives", layout, group, timeout)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        """Begin to send a contiguous tensor; what the kernel takes whole is done at once."""
+        """Begin to send a contiguous tensor."""
         with self.mailbox as comm:
-            what = self._message(comm, tensor, peer, tag)
-            if self._core.phx_send_now(*what):
-                return Transfer(self, 0, tensor, peer)
             if peer in self.undialled:
                 self.dial(peer)
-            return self._begun(self._core.phx_send(*what), tensor, peer)
+            return self._begun(self._core.phx_send(*self._message(comm, tensor, peer, tag)), tensor, peer)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         """Begin to receive into a contiguous tensor."""

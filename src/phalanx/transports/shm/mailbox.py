@@ -122,9 +122,9 @@ class Mailbox:
             handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor), source, tag & 0xFFFFFFFF)
             return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
 
-    def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
-        """Raise the error of a receive that the core has ended, and give it back."""
-        SharedMemoryMessage(self, handle, tensor, "recv from", peer).wait()
+    def fail(self, handle: int, tensor: torch.Tensor, verb: str, peer: int) -> None:
+        """Raise the error of a message that the core has ended, and give it back."""
+        SharedMemoryMessage(self, handle, tensor, verb, peer).wait()
 
     def rest(self) -> None:
         """Move messages along, and sleep until one may be done."""
