@@ -348,12 +348,14 @@ static int send_now(entry *self, phx_comm *comm, const struct entry_tensor *tens
     return sent;
 }
 
-/* Start a message and wait for it; NULL in `message` if the core refuses it. */
+/* Start a message and wait for it; NULL in `message` if the core refuses it, or PHX_SENT. */
 static int start_and_wait(phx_comm *comm, uint32_t kind, const struct entry_tensor *tensor, const struct phx_end *end,
                           uint32_t peer, uint32_t tag, phx_message **message)
 {
     *message = kind == PHX_SEND ? phx_send(comm, tensor->data, end, peer, tag)
                                 : phx_recv(comm, tensor->data, end, peer, tag);
+    if (*message == PHX_SENT)
+        return PHX_OK;
     return *message ? phx_message_wait(comm, *message, 0) : PHX_BAD_ARGUMENT;
 }
 
@@ -378,7 +380,7 @@ static int await(entry *self, phx_comm *comm, uint32_t kind, PyObject *object, c
         if (raised)
             PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
         Py_XDECREF(raised);
-    } else if (message) {
+    } else if (message && message != PHX_SENT) {
         phx_message_free(comm, message);
     }
     leave_mailbox(self);

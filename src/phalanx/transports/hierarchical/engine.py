@@ -14,7 +14,7 @@ import torch
 
 from phalanx.errors import BackendError
 from phalanx.membership.abort import GroupAbort
-from phalanx.native.core import End, Status
+from phalanx.native.core import SENT, End, Status
 from phalanx.transports.hierarchical.connections import RemoteMail
 from phalanx.transports.hierarchical.layout import Layout
 
@@ -48,7 +48,7 @@ class Transfer:
 
     Args:
         engine: that carries it.
-        handle: of the core's message.
+        handle: of the core's message; 0 if it was done when it was called.
         tensor, peer: what is moved, and the rank at the other end.
     """
 
@@ -115,7 +115,7 @@ class Engine(RemoteMail):
     def _begun(self, handle: int | None, tensor: torch.Tensor, peer: int) -> Transfer:
         if not handle:
             raise BackendError("there is no memory for a message between hosts")
-        return Transfer(self, handle, tensor, peer)
+        return Transfer(self, 0 if handle == SENT else handle, tensor, peer)
 
     def _failure(self, status: int, peer: int) -> TransferFailed:
         if status == Status.OVERDUE:

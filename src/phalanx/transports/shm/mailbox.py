@@ -20,6 +20,7 @@ import torch
 from phalanx.diagnosis import recorder
 from phalanx.diagnosis.call_site import call_site
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
+from phalanx.native import core
 from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
@@ -106,12 +107,10 @@ class Mailbox:
         with self as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
-            what = (comm, tensor.data_ptr(), _end(tensor), peer, tag & 0xFFFFFFFF)
-            if self.core.phx_send_now(*what):
-                return SENT
             if self.elsewhere is not None and peer in self.elsewhere.undialled:
                 self.elsewhere.dial(peer)
-            return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
+            handle = self.core.phx_send(comm, tensor.data_ptr(), _end(tensor), peer, tag & 0xFFFFFFFF)
+            return SENT if handle == core.SENT else SharedMemoryMessage(self, handle, tensor, "send to", peer)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         """Start receiving."""

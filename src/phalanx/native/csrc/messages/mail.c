@@ -322,6 +322,10 @@ phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *se
     phx_list_append(&comm->mail->streams[dst].sends, message);
     if (phx_mail_may_move(comm))
         move_sends(comm, dst);
+    if (message->done && !message->status) {
+        free_message(message);
+        message = PHX_SENT;
+    }
     pthread_mutex_unlock(&comm->mail->lock);
     return message;
 }
@@ -330,13 +334,16 @@ int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, u
 {
     if (dst >= comm->mail->size || phx_lacks_memory(data, sent->nbytes))
         return 0;
-    const struct phx_stream *stream = &comm->mail->streams[dst];
-    int is_sent = 0;
+    struct phx_stream *stream = &comm->mail->streams[dst];
+    phx_message message = {.data = (char *)(uintptr_t)data, .end = *sent, .peer = dst, .tag = tag};
     pthread_mutex_lock(&comm->mail->lock);
-    if (!stream->sends.first && stream->place != PHX_NOBODY && phx_mail_may_move(comm))
-        is_sent = phx_rings_send_now(comm, data, sent, stream->place, tag);
+    if (!stream->sends.first && stream->place != PHX_NOBODY && phx_mail_may_move(comm) &&
+        phx_rings_have_room(comm, stream->place, sent->nbytes)) {
+        phx_list_append(&stream->sends, &message);
+        phx_rings_move_sends(comm, stream->place);
+    }
     pthread_mutex_unlock(&comm->mail->lock);
-    return is_sent;
+    return message.done && !message.status;
 }
 
 phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag)

@@ -122,8 +122,8 @@ static inline void phx_ring_bell(struct phx_place *place)
 int phx_rings_move_sends(phx_comm *comm, uint32_t place);
 int phx_rings_move_arrivals(phx_comm *comm, uint32_t place);
 
-/* Put a whole message into the ring if there is room: 1. Else do nothing: 0. */
-int phx_rings_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t place, uint32_t tag);
+/* Return whether the ring to a place takes all of a message at once. */
+int phx_rings_have_room(const phx_comm *comm, uint32_t place, uint64_t nbytes);
 
 /* -- remote.c: these expect the lock, too, but for the last ones --------------------------------------------------- */
 

@@ -126,21 +126,12 @@ int phx_rings_move_sends(phx_comm *comm, uint32_t place)
     return moved;
 }
 
-int phx_rings_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t place, uint32_t tag)
+int phx_rings_have_room(const phx_comm *comm, uint32_t place, uint64_t nbytes)
 {
-    const uint64_t nbytes = sent->nbytes;
-    struct phx_ring *ring = ring_of(comm, comm->rank, place);
-    const uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
-    const uint64_t taken = head - atomic_load_explicit(&ring->tail, memory_order_acquire);
-    if (nbytes > PHX_PIECE || has_left(comm, place) ||
-        ALIGN + padded(nbytes) > phx_ring_bytes(comm->size) - taken)
-        return 0;
-    const struct phx_message_header header = {*sent, tag};
-    write_ring(comm, place, head, &header, sizeof header);
-    write_ring(comm, place, head + ALIGN, data, nbytes);
-    atomic_store_explicit(&ring->head, head + ALIGN + padded(nbytes), memory_order_release);
-    ring_bell_of(comm, place);
-    return 1;
+    const struct phx_ring *ring = ring_of(comm, comm->rank, place);
+    const uint64_t taken = atomic_load_explicit(&ring->head, memory_order_relaxed) -
+                           atomic_load_explicit(&ring->tail, memory_order_acquire);
+    return nbytes <= PHX_PIECE && ALIGN + padded(nbytes) <= phx_ring_bytes(comm->size) - taken;
 }
 
 /* -- receiving --------------------------------------------------------------------------------------------------- */
