@@ -102,6 +102,14 @@ static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
     return PHX_OK;
 }
 
+int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk)
+{
+    if (comm->compared[peer] > chunk)
+        return PHX_OK;
+    const int status = phx_wait(comm, peer, &comm->flags[peer].ready, chunk + 1);
+    return status ? status : compare_calls(comm, peer, chunk + 1);
+}
+
 int phx_compare_rest(phx_comm *comm, uint64_t patience_ns)
 {
     const uint64_t start = phx_now_ns();
@@ -170,15 +178,7 @@ int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
             return status;
     }
     for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
-        if (p == comm->rank || comm->seen[p] >= chunk - 1)
-            continue;
-        const int status = phx_wait(comm, p, &comm->flags[p].ready, chunk - 1);
-        if (status)
-            return status;
-        comm->seen[p] = chunk - 1;
-    }
-    for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
-        const int status = p == comm->rank ? PHX_OK : compare_calls(comm, p, chunk - 1);
+        const int status = p == comm->rank ? PHX_OK : phx_wait_ready(comm, p, chunk - 2);
         if (status)
             return status;
     }
@@ -186,15 +186,6 @@ int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
     if (comm->lines)
         phx_publish_line(comm, chunk);
     return PHX_OK;
-}
-
-int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk)
-{
-    const int status = phx_wait(comm, peer, &comm->flags[peer].ready, chunk + 1);
-    if (status)
-        return status;
-    comm->seen[peer] = chunk + 1;
-    return compare_calls(comm, peer, chunk + 1);
 }
 
 int phx_wait_all_ready(phx_comm *comm, uint64_t chunk)
