@@ -223,7 +223,7 @@ void phx_mail_arrived(phx_comm *comm, phx_message *message)
 static int move_sends(phx_comm *comm, uint32_t dst)
 {
     const uint32_t place = comm->mail->streams[dst].place;
-    return place == PHX_NOBODY ? phx_remote_move_sends(comm, dst) : phx_rings_move_sends(comm, place);
+    return place == PHX_NOBODY ? phx_remote_move_sends(comm, dst, 0) : phx_rings_move_sends(comm, place);
 }
 
 static int move_all(phx_comm *comm)
@@ -237,8 +237,8 @@ static int move_all(phx_comm *comm)
     }
     for (uint32_t i = 0; i < mail->nreached && phx_mail_may_move(comm); i++) {
         if (mail->streams[mail->reached[i]].sends.first)
-            moved |= phx_remote_move_sends(comm, mail->reached[i]);
-        moved |= phx_remote_move_arrivals(comm, mail->reached[i]);
+            moved |= phx_remote_move_sends(comm, mail->reached[i], 0);
+        moved |= phx_remote_move_arrivals(comm, mail->reached[i], 0);
     }
     return moved;
 }

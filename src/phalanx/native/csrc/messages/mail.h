@@ -127,9 +127,10 @@ int phx_rings_have_room(const phx_comm *comm, uint32_t place, uint64_t nbytes);
 
 /* -- remote.c: these expect the lock, too, but for the last ones --------------------------------------------------- */
 
-/* Move what can be moved to or from a rank of another host; whether any bytes have. */
-int phx_remote_move_sends(phx_comm *comm, uint32_t dst);
-int phx_remote_move_arrivals(phx_comm *comm, uint32_t src);
+/* Move what can be moved to or from a rank of another host; whether any bytes have. The rest of a large message is
+ * moved only by the thread of ready.c. */
+int phx_remote_move_sends(phx_comm *comm, uint32_t dst, int by_thread);
+int phx_remote_move_arrivals(phx_comm *comm, uint32_t src, int by_thread);
 
 /* Have a large receive of a collective looked after, which has been posted. */
 void phx_remote_posted(phx_comm *comm, uint32_t src);

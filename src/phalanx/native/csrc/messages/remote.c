@@ -128,7 +128,7 @@ static int front_is_sent(const struct phx_remote *remote)
     return remote->front_sent == sizeof(struct header) + remote->front.header.line_bytes;
 }
 
-static int move_sends(phx_comm *comm, uint32_t dst, int by_thread)
+int phx_remote_move_sends(phx_comm *comm, uint32_t dst, int by_thread)
 {
     struct phx_stream *stream = &comm->mail->streams[dst];
     struct phx_list *sends = &stream->sends;
@@ -154,11 +154,6 @@ static int move_sends(phx_comm *comm, uint32_t dst, int by_thread)
         }
     }
     return stream->sent != before;
-}
-
-int phx_remote_move_sends(phx_comm *comm, uint32_t dst)
-{
-    return move_sends(comm, dst, 0);
 }
 
 /* -- receiving --------------------------------------------------------------------------------------------------- */
@@ -273,7 +268,7 @@ void phx_remote_posted(phx_comm *comm, uint32_t src)
         watch_in(comm->mail, src);
 }
 
-static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
+int phx_remote_move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
 {
     struct phx_stream *stream = &comm->mail->streams[src];
     struct phx_remote *remote = stream->remote;
@@ -301,11 +296,6 @@ static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
         moved = 1;
     }
     return moved;
-}
-
-int phx_remote_move_arrivals(phx_comm *comm, uint32_t src)
-{
-    return move_arrivals(comm, src, 0);
 }
 
 /* -- both -------------------------------------------------------------------------------------------------------- */
@@ -348,7 +338,7 @@ void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write
     if (incoming) {
         remote->in_watched = 0;
         if (remote->in >= 0 && phx_mail_may_move(comm)) {
-            move_arrivals(comm, rank, 1);
+            phx_remote_move_arrivals(comm, rank, 1);
             /* After a message the threads that have slept look themselves, and sleep again if they have to. */
             if (remote->in >= 0 && !remote->blocked && (mail->finished == finished || awaits_bulk(comm, rank)))
                 watch_in(mail, rank);
@@ -357,7 +347,7 @@ void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write
         if (!may_write)
             end_out(remote);
         else if (phx_mail_may_move(comm))
-            move_sends(comm, rank, 1);
+            phx_remote_move_sends(comm, rank, 1);
         remote->out_watched = mail->streams[rank].sends.first && phx_mail_may_move(comm);
         if (remote->out >= 0)
             phx_ready_watch(mail, remote->out, rank, 0, remote->out_watched);
@@ -397,7 +387,7 @@ int phx_messages_connect(phx_comm *comm, uint32_t rank, int socket, int incoming
         remote->out = socket;
         setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &(int){UNSENT}, sizeof(int));
         phx_ready_watch(mail, socket, rank, 0, 0); /* for its end */
-        phx_remote_move_sends(comm, rank);
+        phx_remote_move_sends(comm, rank, 0);
     }
     pthread_mutex_unlock(&mail->lock);
     phx_ring_bell(&comm->places[comm->rank]); /* a thread that sleeps has it watched */
