@@ -336,8 +336,8 @@ static int may_move(entry *self, const struct ends *ends)
     return ends->rank >= 0 && ends->rank < self->size && self->forks == entry_forks && !is_watched();
 }
 
-/* Send a message of at most some ten microseconds at once. It is recorded when it has been sent, because one that is not
- * is recorded by who sends it. */
+/* Send a message of up to 64 KiB at once: it takes some microseconds, so the interpreter's lock is kept. It is recorded
+ * when it has been sent, because one that is not is recorded by who sends it. */
 static int send_now(entry *self, phx_comm *comm, const struct entry_tensor *tensor, const struct phx_end *end,
                     uint32_t peer, uint32_t tag)
 {

@@ -263,13 +263,14 @@ static struct movement move(phx_comm *comm)
 static uint64_t progress_of(phx_comm *comm, const phx_message *message)
 {
     const uint32_t peer = message->peer;
+    uint64_t progress = message->progress;
     pthread_mutex_lock(&comm->mail->lock);
-    const struct phx_stream *stream = peer == PHX_ANY_SOURCE ? NULL : &comm->mail->streams[peer];
     /* A send waits for all that is ahead of it. For a receive only bytes of a message that is being read count: traffic
      * with other tags must not, or a message that never comes would never time out. */
-    const uint64_t progress = stream && !message->receiving         ? stream->sent
-                              : stream && stream->arriving != NULL ? stream->received
-                                                                   : message->progress;
+    if (!message->receiving)
+        progress = comm->mail->streams[peer].sent;
+    else if (peer != PHX_ANY_SOURCE && comm->mail->streams[peer].arriving)
+        progress = comm->mail->streams[peer].received;
     pthread_mutex_unlock(&comm->mail->lock);
     return progress;
 }
