@@ -78,20 +78,13 @@ int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t tar
     return status;
 }
 
-#ifdef PHX_SWITCHED /* only for benchmarks/checks.py, which measures what comparing costs */
-PHX_API int phx_compares = 1;
-#define COMPARES phx_compares
-#else
-#define COMPARES 1
-#endif
-
 /* Compare the call words of `peer`, which has raised `ready` to `seen`, up to that chunk. At most two chunks are left
  * to compare, and both ranks' call words for the last PHX_SLOTS - 1 chunks are intact. */
 static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
 {
     const uint64_t *mine = comm->flags[comm->rank].call, *theirs = comm->flags[peer].call;
     const uint16_t *here = comm->flags[comm->rank].line, *there = comm->flags[peer].line;
-    for (uint64_t chunk = COMPARES ? comm->compared[peer] : seen; chunk < seen; chunk++) {
+    for (uint64_t chunk = comm->compared[peer]; chunk < seen; chunk++) {
         const uint64_t slot = chunk % PHX_SLOTS;
         if (!phx_same_call(mine[slot], theirs[slot]))
             return phx_break_at(comm, PHX_MISMATCH, peer, chunk);
