@@ -130,8 +130,7 @@ static void *come_after_a_long_stop(void *argument)
     usleep(300000);
     clock_ahead_s += 3600; /* as when the whole job was stopped for an hour */
     usleep(300000);
-    phx_message *sent = phx_send(beside, &byte, &(struct phx_end){1, PHX_U8, 0}, 0, 0);
-    phx_message_free(beside, sent);
+    REQUIRE(phx_send(beside, &byte, &(struct phx_end){1, PHX_U8, 0}, 0, 0) == PHX_SENT);
     usleep(300000);
     clock_ahead_s += 3600;
     usleep(300000);

@@ -73,14 +73,14 @@ static int sum_given(int turn, int i)
 static int pass_a_message(phx_comm *comm, int rank, const int *x, int *y, uint64_t nbytes)
 {
     const uint32_t next = (uint32_t)((rank + 1) % ranks), before = (uint32_t)((rank + ranks - 1) % ranks);
-    phx_message *sent = NULL, *received = phx_recv(comm, y, &(struct phx_end){nbytes, PHX_I32, 0}, before, 0);
+    phx_message *sent = PHX_SENT, *received = phx_recv(comm, y, &(struct phx_end){nbytes, PHX_I32, 0}, before, 0);
     if (!phx_send_now(comm, x, &(struct phx_end){nbytes, PHX_I32, 0}, next, 0))
         sent = phx_send(comm, x, &(struct phx_end){nbytes, PHX_I32, 0}, next, 0);
     int status = phx_message_wait(comm, received, 0);
-    if (!status && sent)
+    if (!status && sent != PHX_SENT)
         status = phx_message_wait(comm, sent, 0);
     phx_message_free(comm, received);
-    if (sent)
+    if (sent != PHX_SENT)
         phx_message_free(comm, sent);
     return status;
 }

@@ -11,8 +11,9 @@ from types import ModuleType
 
 from phalanx.errors import BackendError
 
-ABI = 34
+ABI = 35
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
+SENT = 1  # PHX_SENT
 TEXT_BYTES = 376
 
 Poll = CFUNCTYPE(c_int)
@@ -152,7 +153,6 @@ def library() -> ctypes.CDLL:
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64, c_uint64]),
         ("phx_breakage", c_int, [comm, POINTER(Breakage)]),
-        ("phx_call_chunk", c_uint64, [comm]),
         ("phx_describe", None, [comm, c_char_p]),
         ("phx_description", c_int, [comm, c_uint32, c_char_p]),
         ("phx_compare_lines", None, [comm, c_uint32]),
@@ -187,7 +187,6 @@ def library() -> ctypes.CDLL:
         ("phx_all_to_all", c_int, [comm, blocks, sizes, blocks, sizes, c_uint32]),
         ("phx_barrier", c_int, [comm]),
         ("phx_send", message, [comm, data, POINTER(End), c_uint32, c_uint32]),
-        ("phx_send_now", c_int, [comm, data, POINTER(End), c_uint32, c_uint32]),
         ("phx_recv", message, [comm, data, POINTER(End), c_uint32, c_uint32]),
         ("phx_message_test", c_int, [comm, message, c_int]),
         ("phx_message_expect", None, [comm, message]),

@@ -39,13 +39,12 @@ static void free_view(phx_comm *comm)
 static phx_comm *new_view(uint32_t size)
 {
     /* The arrays with an element for each rank lie behind it. */
-    phx_comm *comm = calloc(1, sizeof *comm + size * (sizeof *comm->met + 2 * sizeof *comm->seen + 3 * sizeof(void *)));
+    phx_comm *comm = calloc(1, sizeof *comm + size * (sizeof *comm->met + sizeof *comm->compared + 3 * sizeof(void *)));
     if (!comm)
         return NULL;
     comm->size = size;
     comm->met = (struct phx_process *)(comm + 1);
-    comm->seen = (uint64_t *)(comm->met + size);
-    comm->compared = comm->seen + size;
+    comm->compared = (uint64_t *)(comm->met + size);
     comm->inputs = (const void **)(comm->compared + size);
     comm->tensors = (const char **)(comm->inputs + size);
     comm->recorders = comm->tensors + size;

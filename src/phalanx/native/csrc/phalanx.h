@@ -24,7 +24,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 34
+#define PHX_ABI 35
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -180,9 +180,6 @@ PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t messa
 /* Get the reason why the group broke; returns its status, or PHX_OK if the group is whole. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
 
-/* The chunk with which this rank's last call began. A mismatch at an earlier chunk concerns an earlier call. */
-PHX_API uint64_t phx_call_chunk(const phx_comm *comm);
-
 /* Publish what this rank was doing when the group broke, for the others' errors. Only a rank's first text counts. */
 #define PHX_TEXT 376
 PHX_API void phx_describe(phx_comm *comm, const char *text);
@@ -292,15 +289,17 @@ PHX_API int phx_barrier(phx_comm *comm);
 
 #define PHX_ANY_SOURCE UINT32_MAX
 typedef struct phx_message phx_message;
+#define PHX_SENT ((phx_message *)1) /* a message that was done as soon as it was sent: there is no handle of it */
 
 /* Start to send to the group rank `dst`, or to receive from `src` (or PHX_ANY_SOURCE). If the ends do not agree, but
  * for their sites, the group breaks with PHX_MISMATCH. The data must stay where it is until the message is done. A rank
- * may be its own peer. Returns NULL if there is no memory or no such rank, or if the data is at NULL. */
+ * may be its own peer. Returns PHX_SENT, a handle, or NULL if there is no memory or no such rank, or if the data is at
+ * NULL. */
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag);
 
-/* Send at once if nothing waits to be sent to `dst` and there is room for all of it: 1, and there is no message to wait
- * for. Else do nothing: 0. */
+/* Send at once to a rank of this host if nothing waits to be sent there and there is room for all of it: 1. Else do
+ * nothing: 0. */
 PHX_API int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
 
 /* Move what can be moved now; 1 if the message is done or the group broken, else 0. Never blocks. With `watch` it also
@@ -344,8 +343,8 @@ PHX_API int phx_messages_join(phx_comm *comm, uint32_t size, const int32_t *here
 PHX_API int phx_messages_connect(phx_comm *comm, uint32_t rank, int socket, int incoming);
 PHX_API void phx_messages_refused(phx_comm *comm, uint32_t rank, int left);
 
-/* Return whether a rank is on this host, or has connected itself to send. */
-PHX_API int phx_messages_met(phx_comm *comm, uint32_t rank);
+/* Return whether messages can come from a rank, or with 0 for `receiving` go there: it is on this host, or connected. */
+PHX_API int phx_messages_met(phx_comm *comm, uint32_t rank, int receiving);
 
 /* End the connections, without a word. */
 PHX_API void phx_messages_cut(phx_comm *comm);

@@ -292,11 +292,9 @@ PyObject *entry_barrier(entry *self, uint32_t kind, PyObject *const *args, Py_ss
 
 /* -- messages ------------------------------------------------------------------------------------------------------
  *
- * A send that is done at once, and a receive whose caller waits for it. They do not take the group's lock: any thread
- * may send and receive beside a collective. The thread that closes the group waits for the threads that are in the
- * mailbox's list `inside` (transports/shm/mailbox.py). */
-
-#define INSIDE_PYTHON 4096 /* bytes that are copied so fast that giving up the interpreter's lock would take longer */
+ * A send that is done at once, and a send or receive whose caller waits for it. They do not take the group's lock: any
+ * thread may send and receive beside a collective. The thread that closes the group waits for the threads that are in
+ * the mailbox's list `inside` (transports/shm/mailbox.py). */
 
 /* The core's handle of the group if messages can be moved; NULL if not, or with an exception. What it returns is good
  * for as long as this thread keeps the interpreter's lock, or is in the list. */
@@ -338,55 +336,61 @@ static int may_move(entry *self, const struct ends *ends)
     return ends->rank >= 0 && ends->rank < self->size && self->forks == entry_forks && !is_watched();
 }
 
-/* It is recorded when it has been sent, because one that is not is for Python, which records it. */
+/* Send a message of up to 64 KiB at once: it takes some microseconds, so the interpreter's lock is kept. It is recorded
+ * when it has been sent, because one that is not is recorded by who sends it. */
 static int send_now(entry *self, phx_comm *comm, const struct entry_tensor *tensor, const struct phx_end *end,
                     uint32_t peer, uint32_t tag)
 {
-    const uint32_t what = WHAT(PHX_SEND, tensor->copied, 0);
-    int sent;
-    if (tensor->nbytes <= INSIDE_PYTHON) {
-        sent = phx_send_now(comm, tensor->data, end, peer, tag);
-    } else {
-        if (enter_mailbox(self))
-            return -1;
-        UNLOCKED(sent, phx_send_now(comm, tensor->data, end, peer, tag));
-        leave_mailbox(self);
-    }
+    const int sent = phx_send_now(comm, tensor->data, end, peer, tag);
     if (sent)
-        phx_record_end(phx_record_begin(self->recorded, what, tensor->nbytes, end->site, (int32_t)peer), 0);
+        phx_record_end(phx_record_begin(self->recorded, WHAT(PHX_SEND, tensor->copied, 0), tensor->nbytes, end->site,
+                                        (int32_t)peer), 0);
     return sent;
 }
 
-/* Receive, and wait for it. A message that fails is Python's: it finds the same status, raises the error, and gives the
- * message back. */
-static int receive(entry *self, phx_comm *comm, PyObject *object, const struct entry_tensor *tensor,
-                   const struct phx_end *end, uint32_t peer, uint32_t tag)
+/* Start a message and wait for it; NULL in `message` if the core refuses it, or PHX_SENT. */
+static int start_and_wait(phx_comm *comm, uint32_t kind, const struct entry_tensor *tensor, const struct phx_end *end,
+                          uint32_t peer, uint32_t tag, phx_message **message)
 {
-    int status = PHX_OK;
-    /* Who waits for a rank of another host that has never sent has to find out whether it is there at all. */
-    if (!phx_messages_met(comm, peer))
+    *message = kind == PHX_SEND ? phx_send(comm, tensor->data, end, peer, tag)
+                                : phx_recv(comm, tensor->data, end, peer, tag);
+    if (*message == PHX_SENT)
+        return PHX_OK;
+    return *message ? phx_message_wait(comm, *message, 0) : PHX_BAD_ARGUMENT;
+}
+
+/* The same, recorded: 1, 0 and -1 as move(). A message that fails is Python's: it finds the same status, raises the
+ * error, and gives the message back. */
+static int await(entry *self, phx_comm *comm, uint32_t kind, PyObject *object, const struct entry_tensor *tensor,
+                 const struct phx_end *end, uint32_t peer, uint32_t tag)
+{
+    phx_message *message;
+    int status;
+    /* A rank of another host may have to be dialled, and a sender there may have gone: then Python finds out. */
+    if (!phx_messages_met(comm, peer, kind == PHX_RECV))
         return 0;
     if (enter_mailbox(self))
         return -1;
-    phx_message *message = phx_recv(comm, tensor->data, end, peer, tag);
-    if (message)
-        RECORDED(self, status, WHAT(PHX_RECV, tensor->copied, 0), tensor->nbytes, end->site, peer,
-                 phx_message_wait(comm, message, 0));
+    RECORDED(self, status, WHAT(kind, tensor->copied, 0), tensor->nbytes, end->site, peer,
+             start_and_wait(comm, kind, tensor, end, peer, tag, &message));
     if (message && status) {
         const unsigned long long handle = (uintptr_t)message;
-        PyObject *raised = PyObject_CallFunction(self->fail_message, "KOI", handle, object, peer);
+        PyObject *raised = PyObject_CallFunction(self->fail_message, "KOsI", handle, object,
+                                                 kind == PHX_SEND ? "send to" : "recv from", peer);
         if (raised)
             PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
         Py_XDECREF(raised);
-    } else if (message) {
+    } else if (message && message != PHX_SENT) {
         phx_message_free(comm, message);
     }
     leave_mailbox(self);
     return !message ? 0 : status ? -1 : 1;
 }
 
-/* Returns 1 if the message has been moved; 0 if it is for Python; -1 with an exception. The caller holds the tensor. */
-static int move(entry *self, uint32_t kind, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
+/* Returns 1 if the message has been moved; 0 if it is for Python; -1 with an exception. The caller holds the tensor.
+ * `waited`: nothing can happen on this thread before the message is waited for. */
+static int move(entry *self, uint32_t kind, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends,
+                int waited)
 {
     const uint32_t peer = (uint32_t)ends->rank, tag = (uint32_t)ends->tag;
     uint32_t site;
@@ -396,8 +400,9 @@ static int move(entry *self, uint32_t kind, PyObject *object, const struct entry
     if (!comm)
         return PyErr_Occurred() ? -1 : 0;
     const struct phx_end end = {tensor->nbytes, tensor->copied, site};
-    return kind == PHX_SEND ? send_now(self, comm, tensor, &end, peer, tag)
-                            : receive(self, comm, object, tensor, &end, peer, tag);
+    if (kind == PHX_SEND && send_now(self, comm, tensor, &end, peer, tag))
+        return 1;
+    return waited ? await(self, comm, kind, object, tensor, &end, peer, tag) : 0;
 }
 
 /* A rank or a tag: 1, or 0 if it is not a plain integer, or a large one. */
@@ -434,7 +439,7 @@ PyObject *entry_move_now(entry *self, uint32_t kind, PyObject *const *args, Py_s
     struct ends ends;
     int done = read_message(self, args, nargs, &tensor, &ends);
     if (done == 1)
-        done = move(self, kind, args[0], &tensor, &ends);
+        done = move(self, kind, args[0], &tensor, &ends, 1);
     return done == 1 ? PyBool_FromLong(1) : NOT_ENTERED(done);
 }
 
@@ -454,7 +459,7 @@ PyObject *entry_move_listed(entry *self, uint32_t kind, PyObject *const *args, P
     int done = read_only_one(args[0], &object, &tensor);
     if (done != 1)
         return NOT_ENTERED(done);
-    done = move(self, kind, object, &tensor, &ends);
+    done = move(self, kind, object, &tensor, &ends, waited);
     Py_DECREF(object);
     if (done != 1)
         return NOT_ENTERED(done);

@@ -10,11 +10,8 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#include <structmember.h>
 
-#define HAVE_VECTORCALL (1UL << 11)
-#define NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
-PyObject *PyVectorcall_Call(PyObject *object, PyObject *args, PyObject *keywords);
+#define MOST_ARGUMENTS 3 /* of a quick call */
 
 _Static_assert(offsetof(entry, busy) == offsetof(entry, objects[ENTRY_OBJECTS]), "these are all objects");
 
@@ -30,11 +27,9 @@ static void free_object(PyObject *self)
 /* -- a group's methods: each does the usual call in C and hands all others to the class's own method --------------- */
 
 /* An object of its own and not a built-in function: pybind11 takes a built-in for its own method, and would call the
- * C++ one in its place where C++ asks for the group's. The limited API has vectorcalls from Python 3.12 on; 3.10 and
- * 3.11 have the same in their full API. */
+ * C++ one in its place where C++ asks for the group's. */
 typedef struct {
     PyObject ob_base;
-    PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
     entry *entry;
     entry_quick_call quick;
     uint32_t kind;
@@ -62,45 +57,37 @@ static const struct {
 };
 
 /* Call the class's own method. */
-static PyObject *call_python(method *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+static PyObject *call_python(method *self, PyObject *args, PyObject *keywords)
 {
     PyObject *group = PyWeakref_GetObject(self->entry->group); /* borrowed */
     if (!group || group == Py_None) {
         PyErr_SetString(PyExc_ReferenceError, "the process group of this method no longer exists");
         return NULL;
     }
-    Py_INCREF(group);
-    const Py_ssize_t named = names ? PyTuple_Size(names) : 0;
-    PyObject *function = PyObject_GetAttr((PyObject *)Py_TYPE(group), self->name);
-    PyObject *given = PyTuple_New(nargs + 1), *keywords = named ? PyDict_New() : NULL, *result = NULL;
-    if (!function || !given || (named && !keywords))
-        goto done;
-    Py_INCREF(group);
-    PyTuple_SetItem(given, 0, group);
-    for (Py_ssize_t i = 0; i < nargs; i++) {
-        Py_INCREF(args[i]);
-        PyTuple_SetItem(given, i + 1, args[i]);
-    }
-    for (Py_ssize_t i = 0; i < named; i++)
-        if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i), args[nargs + i]))
-            goto done;
-    result = PyObject_Call(function, given, keywords);
-done:
+    PyObject *own = Py_BuildValue("(O)", group); /* which keeps the group */
+    PyObject *given = own ? PySequence_Concat(own, args) : NULL;
+    PyObject *function = given ? PyObject_GetAttr((PyObject *)Py_TYPE(group), self->name) : NULL;
+    PyObject *result = function ? PyObject_Call(function, given, keywords) : NULL;
     Py_XDECREF(function);
     Py_XDECREF(given);
-    Py_XDECREF(keywords);
-    Py_DECREF(group);
+    Py_XDECREF(own);
     return result;
 }
 
-static PyObject *method_vectorcall(PyObject *object, PyObject *const *args, size_t flagged, PyObject *names)
+static PyObject *method_call(PyObject *object, PyObject *args, PyObject *keywords)
 {
     method *self = (method *)object;
-    const Py_ssize_t nargs = NARGS(flagged), named = names ? PyTuple_Size(names) : 0;
+    PyObject *given[MOST_ARGUMENTS], *result = ENTRY_NOT_ME;
+    Py_ssize_t nargs = PyTuple_Size(args);
+    for (Py_ssize_t i = 0; i < nargs && i < MOST_ARGUMENTS; i++)
+        given[i] = PyTuple_GetItem(args, i);
     /* torch.distributed gives the options by position, except for a barrier's. */
-    const int usual = !named || (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "opts") == 0);
-    PyObject *result = usual ? self->quick(self->entry, self->kind, args, nargs + named) : ENTRY_NOT_ME;
-    return result == ENTRY_NOT_ME ? call_python(self, args, nargs, names) : result;
+    PyObject *options = keywords && PyDict_Size(keywords) == 1 ? PyDict_GetItemString(keywords, "opts") : NULL;
+    if (options && nargs < MOST_ARGUMENTS)
+        given[nargs++] = options;
+    if (nargs <= MOST_ARGUMENTS && (!keywords || options || !PyDict_Size(keywords)))
+        result = self->quick(self->entry, self->kind, given, nargs);
+    return result == ENTRY_NOT_ME ? call_python(self, args, keywords) : result;
 }
 
 static int method_traverse(PyObject *object, visitproc visit, void *arg)
@@ -119,21 +106,15 @@ static void method_dealloc(PyObject *object)
     free_object(object);
 }
 
-static PyMemberDef method_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(method, vectorcall), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
 static PyType_Slot method_slots[] = {
     {Py_tp_dealloc, method_dealloc},
     {Py_tp_traverse, method_traverse}, /* a queued call may hold the group, and is held by its queue */
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_members, method_members},
+    {Py_tp_call, method_call},
     {Py_tp_doc, "A method of one process group that does the usual call in C and hands all others to the class's."},
     {0, NULL},
 };
 static PyType_Spec method_spec = {
-    "phalanx.native.entry.Method", sizeof(method), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | HAVE_VECTORCALL,
-    method_slots,
+    "phalanx.native.entry.Method", sizeof(method), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, method_slots,
 };
 static PyTypeObject *method_type;
 
@@ -146,7 +127,6 @@ static PyObject *entry_methods(PyObject *object, PyObject *ignored)
         method *made = (method *)allocate(method_type, 0);
         if (made) {
             Py_INCREF(object);
-            made->vectorcall = method_vectorcall;
             made->entry = (entry *)object;
             made->quick = METHODS[i].quick;
             made->kind = METHODS[i].kind;
@@ -212,7 +192,7 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     self->fail = PyObject_GetAttrString(communicator, "_fail");
     self->mailbox = PyObject_GetAttrString(communicator, "_mailbox");
     self->inside = self->mailbox ? PyObject_GetAttrString(self->mailbox, "inside") : NULL;
-    self->fail_message = self->mailbox ? PyObject_GetAttrString(self->mailbox, "fail_recv") : NULL;
+    self->fail_message = self->mailbox ? PyObject_GetAttrString(self->mailbox, "fail") : NULL;
     self->pointers = calloc(size, sizeof *self->pointers);
     Py_XDECREF(running);
     if (!PyErr_Occurred() && self->busy && PyList_CheckExact(self->inside) && self->pointers)

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.errors import BackendError
 from phalanx.membership.abort import GroupAbort
-from phalanx.native.core import End, Status
+from phalanx.native.core import SENT, End, Status
 from phalanx.transports.hierarchical.connections import RemoteMail
 from phalanx.transports.hierarchical.layout import Layout
 
@@ -71,14 +71,11 @@ class Engine(RemoteMail):
         super().__init__("collectives", layout, group, timeout)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        """Begin to send a contiguous tensor; what the kernel takes whole is done at once."""
+        """Begin to send a contiguous tensor."""
         with self.mailbox as comm:
-            what = self._message(comm, tensor, peer, tag)
-            if self._core.phx_send_now(*what):
-                return Transfer(self, 0, tensor, peer)
             if peer in self.undialled:
                 self.dial(peer)
-            return self._begun(self._core.phx_send(*what), tensor, peer)
+            return self._begun(self._core.phx_send(*self._message(comm, tensor, peer, tag)), tensor, peer)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         """Begin to receive into a contiguous tensor."""
@@ -112,4 +109,4 @@ class Engine(RemoteMail):
     def _begun(self, handle: int | None, tensor: torch.Tensor, peer: int) -> Transfer:
         if not handle:
             raise BackendError("there is no memory for a message between hosts")
-        return Transfer(self, handle, tensor, peer)
+        return Transfer(self, 0 if handle == SENT else handle, tensor, peer)

@@ -375,7 +375,7 @@ class SharedMemoryCommunicator(Communicator):
             return ClosedError.of_message()
         why = self._mailbox.why_broken()
         what, before = with_site(call), self._last_unheard()
-        if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
+        if before and why.status == Status.MISMATCH and self._core.phx_beside_last_call(comm, why.chunk) < 0:
             place, text, arguments = before
             what = with_site(text(*arguments), shown(text_of(place)))
         return self._error(comm, what)

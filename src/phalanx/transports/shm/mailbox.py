@@ -19,6 +19,7 @@ import torch
 
 from phalanx.diagnosis import recorder
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
+from phalanx.native import core
 from phalanx.native.core import ANY_SOURCE, TEXT_BYTES, Breakage, End, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.system.host import machine_name
@@ -90,12 +91,10 @@ class Mailbox:
         with self as comm:
             if self.ended or not comm:
                 raise ClosedError.of_message()
-            what = (comm, tensor.data_ptr(), _end(tensor), peer, tag & 0xFFFFFFFF)
-            if self.core.phx_send_now(*what):
-                return SENT
             if self.elsewhere is not None and peer in self.elsewhere.undialled:
                 self.elsewhere.dial(peer)
-            return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
+            handle = self.core.phx_send(comm, tensor.data_ptr(), _end(tensor), peer, tag & 0xFFFFFFFF)
+            return SENT if handle == core.SENT else SharedMemoryMessage(self, handle, tensor, "send to", peer)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         """Start receiving."""
@@ -106,9 +105,9 @@ class Mailbox:
             handle = self.core.phx_recv(comm, tensor.data_ptr(), _end(tensor), source, tag & 0xFFFFFFFF)
             return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
 
-    def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
-        """Raise the error of a receive that the core has ended, and give it back."""
-        SharedMemoryMessage(self, handle, tensor, "recv from", peer).wait()
+    def fail(self, handle: int, tensor: torch.Tensor, verb: str, peer: int) -> None:
+        """Raise the error of a message that the core has ended, and give it back."""
+        SharedMemoryMessage(self, handle, tensor, verb, peer).wait()
 
     def rest(self) -> None:
         """Move messages along, and sleep until one may be done."""

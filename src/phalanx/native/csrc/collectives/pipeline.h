@@ -52,17 +52,22 @@ static inline uint64_t phx_piece(uint64_t nbytes, uint64_t at, uint64_t step)
     return at >= nbytes ? 0 : nbytes - at < step ? nbytes - at : step;
 }
 
-/* Return how many bytes of a slot each of the other ranks gets when a rank has different data for every one. */
-static inline uint64_t phx_share(const phx_comm *comm)
+/* Return how many of these bytes of a slot each of the other ranks gets when a rank has different data for every one. */
+static inline uint64_t phx_share_of(const phx_comm *comm, uint64_t nbytes)
 {
     const uint64_t others = comm->size > 1 ? comm->size - 1 : 1;
-    return comm->chunk_bytes / others / PHX_LINE * PHX_LINE;
+    return nbytes / others / PHX_LINE * PHX_LINE;
 }
 
-/* Return where in the slot of `from` the share for `to` lies. */
-static inline char *phx_share_at(const phx_comm *comm, uint32_t from, uint32_t to, uint64_t chunk)
+static inline uint64_t phx_share(const phx_comm *comm)
 {
-    return phx_slot(comm, from, chunk) + (to < from ? to : to - 1) * phx_share(comm);
+    return phx_share_of(comm, comm->chunk_bytes);
+}
+
+/* Return where in the slot of `from` the share for `to` lies if shares are so large. */
+static inline char *phx_share_at(const phx_comm *comm, uint32_t from, uint32_t to, uint64_t chunk, uint64_t share)
+{
+    return phx_slot(comm, from, chunk) + (to < from ? to : to - 1) * share;
 }
 
 struct phx_steps {

@@ -188,7 +188,7 @@ static void put_others_blocks(phx_comm *comm, void *job, uint64_t i, uint64_t ch
     const uint64_t step = phx_share(comm), at = i * step, length = phx_piece(call->nbytes, at, step);
     for (uint32_t p = 0; p < comm->size; p++)
         if (p != comm->rank)
-            phx_copy_in(comm, phx_share_at(comm, comm->rank, p, chunk), (const char *)call->ins[p] + at, length);
+            phx_copy_in(comm, phx_share_at(comm, comm->rank, p, chunk, step), (const char *)call->ins[p] + at, length);
 }
 
 static int reduce_own_block(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
@@ -202,13 +202,13 @@ static int reduce_own_block(phx_comm *comm, void *job, uint64_t i, uint64_t chun
     for (uint64_t b = 0; b < length; b += BLOCK) {
         const uint64_t block = phx_piece(length, b, BLOCK);
         for (uint32_t p = 0; p < comm->size; p++)
-            comm->inputs[p] = p == comm->rank ? call->in + at + b : phx_share_at(comm, p, comm->rank, chunk) + b;
+            comm->inputs[p] = p == comm->rank ? call->in + at + b : phx_share_at(comm, p, comm->rank, chunk, step) + b;
         call->reduce(result, comm->inputs, comm->size, block / call->element);
         memcpy(call->out + at + b, result, block);
     }
     for (uint32_t p = 0; p < comm->size; p++)
         if (p != comm->rank)
-            phx_moved(comm, PHX_ADDED, phx_share_at(comm, p, comm->rank, chunk), length);
+            phx_moved(comm, PHX_ADDED, phx_share_at(comm, p, comm->rank, chunk, step), length);
     return PHX_OK;
 }
 

@@ -78,20 +78,13 @@ int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t tar
     return status;
 }
 
-#ifdef PHX_SWITCHED /* only for benchmarks/checks.py, which measures what comparing costs */
-PHX_API int phx_compares = 1;
-#define COMPARES phx_compares
-#else
-#define COMPARES 1
-#endif
-
 /* Compare the call words of `peer`, which has raised `ready` to `seen`, up to that chunk. At most two chunks are left
  * to compare, and both ranks' call words for the last PHX_SLOTS - 1 chunks are intact. */
 static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
 {
     const uint64_t *mine = comm->flags[comm->rank].call, *theirs = comm->flags[peer].call;
     const uint16_t *here = comm->flags[comm->rank].line, *there = comm->flags[peer].line;
-    for (uint64_t chunk = COMPARES ? comm->compared[peer] : seen; chunk < seen; chunk++) {
+    for (uint64_t chunk = comm->compared[peer]; chunk < seen; chunk++) {
         const uint64_t slot = chunk % PHX_SLOTS;
         if (!phx_same_call(mine[slot], theirs[slot]))
             return phx_break_at(comm, PHX_MISMATCH, peer, chunk);
@@ -100,6 +93,14 @@ static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
     }
     comm->compared[peer] = seen;
     return PHX_OK;
+}
+
+int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk)
+{
+    if (comm->compared[peer] > chunk)
+        return PHX_OK;
+    const int status = phx_wait(comm, peer, &comm->flags[peer].ready, chunk + 1);
+    return status ? status : compare_calls(comm, peer, chunk + 1);
 }
 
 int phx_compare_rest(phx_comm *comm, uint64_t patience_ns)
@@ -170,15 +171,7 @@ int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
             return status;
     }
     for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
-        if (p == comm->rank || comm->seen[p] >= chunk - 1)
-            continue;
-        const int status = phx_wait(comm, p, &comm->flags[p].ready, chunk - 1);
-        if (status)
-            return status;
-        comm->seen[p] = chunk - 1;
-    }
-    for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
-        const int status = p == comm->rank ? PHX_OK : compare_calls(comm, p, chunk - 1);
+        const int status = p == comm->rank ? PHX_OK : phx_wait_ready(comm, p, chunk - 2);
         if (status)
             return status;
     }
@@ -186,15 +179,6 @@ int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
     if (comm->lines)
         phx_publish_line(comm, chunk);
     return PHX_OK;
-}
-
-int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk)
-{
-    const int status = phx_wait(comm, peer, &comm->flags[peer].ready, chunk + 1);
-    if (status)
-        return status;
-    comm->seen[peer] = chunk + 1;
-    return compare_calls(comm, peer, chunk + 1);
 }
 
 int phx_wait_all_ready(phx_comm *comm, uint64_t chunk)

@@ -38,14 +38,6 @@ void phx_list_take_out(struct phx_list *list, phx_message *message)
     message->next = NULL;
 }
 
-static int contains(const struct phx_list *list, const phx_message *message)
-{
-    const phx_message *m = list->first;
-    while (m && m != message)
-        m = m->next;
-    return m != NULL;
-}
-
 static void free_message(phx_message *message)
 {
     if (message)
@@ -231,7 +223,7 @@ void phx_mail_arrived(phx_comm *comm, phx_message *message)
 static int move_sends(phx_comm *comm, uint32_t dst)
 {
     const uint32_t place = comm->mail->streams[dst].place;
-    return place == PHX_NOBODY ? phx_remote_move_sends(comm, dst) : phx_rings_move_sends(comm, place);
+    return place == PHX_NOBODY ? phx_remote_move_sends(comm, dst, 0) : phx_rings_move_sends(comm, place);
 }
 
 static int move_all(phx_comm *comm)
@@ -245,8 +237,8 @@ static int move_all(phx_comm *comm)
     }
     for (uint32_t i = 0; i < mail->nreached && phx_mail_may_move(comm); i++) {
         if (mail->streams[mail->reached[i]].sends.first)
-            moved |= phx_remote_move_sends(comm, mail->reached[i]);
-        moved |= phx_remote_move_arrivals(comm, mail->reached[i]);
+            moved |= phx_remote_move_sends(comm, mail->reached[i], 0);
+        moved |= phx_remote_move_arrivals(comm, mail->reached[i], 0);
     }
     return moved;
 }
@@ -270,72 +262,37 @@ static struct movement move(phx_comm *comm)
 /* A number that changes whenever the message makes progress. */
 static uint64_t progress_of(phx_comm *comm, const phx_message *message)
 {
-    struct phx_mail *mail = comm->mail;
     const uint32_t peer = message->peer;
-    uint64_t progress;
-    pthread_mutex_lock(&mail->lock);
-    /* For a send: the ring's head, since everything ahead of it in the ring must go first. For a receive: the ring's
-     * tail, but only while a message is being read from the ring. Traffic with other tags must not count, or a message
-     * that never comes would never time out. */
-    if (message->receiving && (peer == PHX_ANY_SOURCE || !mail->streams[peer].arriving))
-        progress = message->progress;
-    else if (mail->streams[peer].place == PHX_NOBODY)
-        progress = phx_remote_progress(mail, peer, message->receiving);
-    else
-        progress = phx_rings_progress(comm, mail->streams[peer].place, message->receiving);
-    pthread_mutex_unlock(&mail->lock);
+    uint64_t progress = message->progress;
+    pthread_mutex_lock(&comm->mail->lock);
+    /* A send waits for all that is ahead of it. For a receive only bytes of a message that is being read count: traffic
+     * with other tags must not, or a message that never comes would never time out. */
+    if (!message->receiving)
+        progress = comm->mail->streams[peer].sent;
+    else if (peer != PHX_ANY_SOURCE && comm->mail->streams[peer].arriving)
+        progress = comm->mail->streams[peer].received;
+    pthread_mutex_unlock(&comm->mail->lock);
     return progress;
 }
 
-static void fail_locked(phx_comm *comm, phx_message *message, int status)
+/* Finish a message with this status, unless it is done; `rank` is the one because of which it fails. */
+static void fail(phx_comm *comm, phx_message *message, int status, uint32_t rank)
 {
     struct phx_mail *mail = comm->mail;
-    const uint32_t peer = message->peer; /* PHX_ANY_SOURCE only while the receive is posted */
-    if (!message->receiving)
-        phx_list_take_out(&mail->streams[peer].sends, message);
-    else if (contains(&mail->posted, message))
-        phx_list_take_out(&mail->posted, message);
-    else if (mail->streams[peer].arriving == message)
-        mail->streams[peer].arriving = NULL; /* its rest will not come, and nothing after it */
-    phx_mail_finish(comm, message, status);
-}
-
-/* Finish a message with this status, unless it is done: its peer has left, and what it sent before was moved. */
-static void fail(phx_comm *comm, phx_message *message, int status)
-{
-    pthread_mutex_lock(&comm->mail->lock);
-    if (!atomic_load_explicit(&message->done, memory_order_relaxed))
-        fail_locked(comm, message, status);
-    pthread_mutex_unlock(&comm->mail->lock);
-}
-
-/* Fail a message of which a rank of another host is a part, or may be, if that one has left or its connection has
- * ended. Returns how many of these ranks are still there. */
-static uint32_t check_elsewhere(phx_comm *comm, phx_message *message)
-{
-    struct phx_mail *mail = comm->mail;
-    uint32_t here = 0;
     pthread_mutex_lock(&mail->lock);
     if (!atomic_load_explicit(&message->done, memory_order_relaxed)) {
-        const uint32_t peer = message->peer;
-        if (peer != PHX_ANY_SOURCE) {
-            const int state = phx_remote_state(mail, peer, message->receiving);
-            if (state)
-                fail_locked(comm, message, state);
-            here = !state;
-        }
-        for (uint32_t rank = 0; peer == PHX_ANY_SOURCE && rank < mail->size; rank++) {
-            const int state = phx_remote_state(mail, rank, 1);
-            here += mail->streams[rank].place == PHX_NOBODY && state != PHX_PEER_LEFT;
-            if (state == PHX_CUT) {
-                fail_locked(comm, message, state);
-                message->peer = rank;
-                break;
-            }
-        }
+        const uint32_t peer = message->peer; /* PHX_ANY_SOURCE only while the receive is posted */
+        if (!message->receiving)
+            phx_list_take_out(&mail->streams[peer].sends, message);
+        else if (peer != PHX_ANY_SOURCE && mail->streams[peer].arriving == message)
+            mail->streams[peer].arriving = NULL; /* its rest will not come, and nothing after it */
+        else
+            phx_list_take_out(&mail->posted, message);
+        if (status == PHX_CUT)
+            message->peer = rank;
+        phx_mail_finish(comm, message, status);
     }
     pthread_mutex_unlock(&mail->lock);
-    return here;
 }
 
 /* Return whether this is a receive, and a rank of another host that could send it has not been connected. */
@@ -343,7 +300,7 @@ static int is_unmet(phx_comm *comm, const phx_message *message)
 {
     const struct phx_mail *mail = comm->mail;
     return message->receiving && (message->peer == PHX_ANY_SOURCE ? mail->size > comm->size
-                                                                  : !phx_messages_met(comm, message->peer));
+                                                                  : !phx_messages_met(comm, message->peer, 1));
 }
 
 /* -- the calls: start a message, test it, wait for it, give it back ------------------------------------------------ */
@@ -366,6 +323,10 @@ phx_message *phx_send(phx_comm *comm, const void *data, const struct phx_end *se
     phx_list_append(&comm->mail->streams[dst].sends, message);
     if (phx_mail_may_move(comm))
         move_sends(comm, dst);
+    if (message->done && !message->status) {
+        free_message(message);
+        message = PHX_SENT;
+    }
     pthread_mutex_unlock(&comm->mail->lock);
     return message;
 }
@@ -374,14 +335,16 @@ int phx_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, u
 {
     if (dst >= comm->mail->size || phx_lacks_memory(data, sent->nbytes))
         return 0;
-    const struct phx_stream *stream = &comm->mail->streams[dst];
-    int is_sent = 0;
+    struct phx_stream *stream = &comm->mail->streams[dst];
+    phx_message message = {.data = (char *)(uintptr_t)data, .end = *sent, .peer = dst, .tag = tag};
     pthread_mutex_lock(&comm->mail->lock);
-    if (!stream->sends.first && phx_mail_may_move(comm))
-        is_sent = stream->place == PHX_NOBODY ? phx_remote_send_now(comm, data, sent, dst, tag)
-                                              : phx_rings_send_now(comm, data, sent, stream->place, tag);
+    if (!stream->sends.first && stream->place != PHX_NOBODY && phx_mail_may_move(comm) &&
+        phx_rings_have_room(comm, stream->place, sent->nbytes)) {
+        phx_list_append(&stream->sends, &message);
+        phx_rings_move_sends(comm, stream->place);
+    }
     pthread_mutex_unlock(&comm->mail->lock);
-    return is_sent;
+    return message.done && !message.status;
 }
 
 phx_message *phx_recv(phx_comm *comm, void *data, const struct phx_end *expected, uint32_t src, uint32_t tag)
@@ -428,24 +391,33 @@ static uint32_t place_of(const phx_comm *comm, const phx_message *message)
     return peer == PHX_ANY_SOURCE ? PHX_NOBODY : comm->mail->streams[peer].place;
 }
 
-/* Find how the message's peer went, and its place; from any rank, how the first of this host that went otherwise
- * than in order did, or PHX_LEFT if all others have left, of which so many on other hosts have not. */
-static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *message, uint32_t here, uint32_t *gone)
+/* PHX_OK while messages with a rank may come or go; else PHX_PEER_LEFT, PHX_PEER_LOST, or PHX_CUT of another host. */
+static int state_of(phx_comm *comm, uint32_t rank, int receiving, enum phx_going *how)
 {
-    const uint32_t place = place_of(comm, message);
-    if (place != PHX_NOBODY)
-        return place == comm->rank ? PHX_HERE : phx_peer_life(comm, *gone = place);
-    if (peer_of(message) != PHX_ANY_SOURCE)
-        return PHX_HERE;
-    for (uint32_t p = 0; p < comm->size; p++) {
-        const enum phx_going how = p == comm->rank ? PHX_LEFT : phx_peer_life(comm, p);
-        here += how == PHX_HERE;
-        if (how > PHX_LEFT) {
-            *gone = p;
-            return how;
-        }
+    const uint32_t place = comm->mail->streams[rank].place;
+    if (place == PHX_NOBODY)
+        return phx_remote_state(comm->mail, rank, receiving);
+    *how = place == comm->rank ? PHX_HERE : phx_peer_life(comm, place);
+    return *how == PHX_HERE ? PHX_OK : *how == PHX_LEFT ? PHX_PEER_LEFT : PHX_PEER_LOST;
+}
+
+/* The same of the message's peer; from any rank, that of the first other one which has not left in order, or
+ * PHX_PEER_LEFT if all have. */
+static int find_gone_peer(phx_comm *comm, const phx_message *message, uint32_t *rank, enum phx_going *how)
+{
+    int all = PHX_PEER_LEFT;
+    *rank = peer_of(message);
+    if (*rank != PHX_ANY_SOURCE)
+        return state_of(comm, *rank, message->receiving, how);
+    for (*rank = 0; *rank < comm->mail->size; ++*rank) {
+        if (comm->mail->streams[*rank].place == comm->rank)
+            continue;
+        const int state = state_of(comm, *rank, 1, how);
+        if (state == PHX_PEER_LOST || state == PHX_CUT)
+            return state;
+        all = state ? all : PHX_OK;
     }
-    return here ? PHX_HERE : PHX_LEFT;
+    return all;
 }
 
 /* Return whether the messages' timeout counts for this one and has passed since bytes of it moved. */
@@ -463,30 +435,27 @@ static int overdue(phx_comm *comm, phx_message *message, uint64_t elapsed_ns)
  * host, else break the group. A peer may send and then go, so messages are moved once more after it was found gone. */
 static int check(phx_comm *comm, phx_message *message, uint64_t now)
 {
-    uint32_t gone = PHX_NOBODY;
+    uint32_t rank;
+    enum phx_going how;
     if (!message->checked)
         message->checked = now;
     const uint64_t elapsed_ns = now - message->checked;
     if (elapsed_ns < PHX_SLICE_NS)
         return PHX_OK;
     message->checked = now;
-    const int elsewhere = comm->mail->size > comm->size && place_of(comm, message) == PHX_NOBODY;
-    const uint32_t left = elsewhere ? check_elsewhere(comm, message) : 0;
-    if (is_done(message))
-        return PHX_OK;
-    const enum phx_going how = find_gone_peer(comm, message, left, &gone);
-    if (how != PHX_HERE) {
+    const int state = find_gone_peer(comm, message, &rank, &how);
+    if (state)
         move(comm);
-        if (how == PHX_LEFT && !phx_broken(comm)) /* in a broken group every rank leaves sooner or later */
-            fail(comm, message, PHX_PEER_LEFT);
-        return is_done(message) ? PHX_OK : phx_break_gone(comm, gone, how);
-    }
-    if (!overdue(comm, message, elapsed_ns) || is_done(message))
+    else if (!overdue(comm, message, elapsed_ns))
+        return PHX_OK;
+    if (is_done(message) || phx_broken(comm)) /* in a broken group every rank leaves sooner or later */
         return PHX_OK;
     const uint32_t place = place_of(comm, message);
-    if (!elsewhere)
+    if (state == PHX_PEER_LOST)
+        return phx_break_gone(comm, comm->mail->streams[rank].place, how);
+    if (!state && (place != PHX_NOBODY || comm->mail->size == comm->size))
         return phx_break(comm, PHX_TIMEOUT, place == PHX_NOBODY ? comm->rank : place);
-    fail(comm, message, PHX_OVERDUE);
+    fail(comm, message, state ? state : PHX_OVERDUE, rank);
     return PHX_OK;
 }
 

@@ -23,7 +23,7 @@
 #include "system/futex.h"
 
 /* Bytes copied before the other side is notified, so that both copy at the same time. A message of at most so many may
- * be sent at once, without one to wait for. */
+ * be sent at once inside a host, without one to wait for. */
 #define PHX_PIECE 65536u
 
 struct phx_message {
@@ -53,6 +53,7 @@ struct phx_list {
 /* The messages of one rank to this one and back. */
 struct phx_stream {
     uint32_t place;
+    uint64_t sent, received;   /* bytes in all */
     struct phx_list sends;     /* what waits to be sent there, in the order of the calls */
     phx_message *arriving;     /* where the bytes that come next belong */
     struct phx_remote *remote; /* the connections with a rank of another host; NULL until there is one */
@@ -121,43 +122,35 @@ static inline void phx_ring_bell(struct phx_place *place)
 int phx_rings_move_sends(phx_comm *comm, uint32_t place);
 int phx_rings_move_arrivals(phx_comm *comm, uint32_t place);
 
-/* Put a whole message into the ring if there is room: 1. Else do nothing: 0. */
-int phx_rings_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t place, uint32_t tag);
+/* Return whether the ring to a place takes all of a message at once. */
+int phx_rings_have_room(const phx_comm *comm, uint32_t place, uint64_t nbytes);
 
-/* Return how many bytes have been moved from the place, or to it. */
-uint64_t phx_rings_progress(const phx_comm *comm, uint32_t place, int receiving);
+/* -- remote.c: these expect the lock, too, but for the last ones --------------------------------------------------- */
 
-/* -- remote.c: these expect the lock, too, but for phx_mail_watch() and phx_remote_ready() ------------------------- */
-
-/* Move what can be moved to or from a rank of another host; whether any bytes have. */
-int phx_remote_move_sends(phx_comm *comm, uint32_t dst);
-int phx_remote_move_arrivals(phx_comm *comm, uint32_t src);
-
-/* Send a small message at once, or the beginning and keep a copy of the rest: 1. Else do nothing: 0. */
-int phx_remote_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag);
-
-/* PHX_OK while messages from a rank of another host, or to it, may come or go; else PHX_PEER_LEFT or PHX_CUT. */
-int phx_remote_state(const struct phx_mail *mail, uint32_t rank, int receiving);
+/* Move what can be moved to or from a rank of another host; whether any bytes have. The rest of a large message is
+ * moved only by the thread of ready.c. */
+int phx_remote_move_sends(phx_comm *comm, uint32_t dst, int by_thread);
+int phx_remote_move_arrivals(phx_comm *comm, uint32_t src, int by_thread);
 
 /* Have a large receive of a collective looked after, which has been posted. */
 void phx_remote_posted(phx_comm *comm, uint32_t src);
 
-/* The connection on which alone a receive depends, which this thread may watch itself; -1 if there is none. */
-int phx_remote_socket(phx_comm *comm, const phx_message *message);
-
-/* Return how many bytes have been moved to or from the rank. */
-uint64_t phx_remote_progress(const struct phx_mail *mail, uint32_t rank, int receiving);
-
 /* End all connections; with `in_order` the other ranks are told that this one has left. */
 void phx_remote_end(phx_comm *comm, int in_order);
+
+void phx_remote_free(struct phx_mail *mail);
+
+/* PHX_OK while messages from a rank of another host, or to it, may come or go; else PHX_PEER_LEFT or PHX_CUT. */
+int phx_remote_state(struct phx_mail *mail, uint32_t rank, int receiving);
+
+/* The connection on which alone a receive depends, which this thread may watch itself; -1 if there is none. */
+int phx_remote_socket(phx_comm *comm, const phx_message *message);
 
 /* Have the connections to other hosts looked after, as this thread is about to sleep on its bell. */
 void phx_mail_watch(phx_comm *comm);
 
 /* A connection with the rank is ready, says ready.c. */
 void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write);
-
-void phx_remote_free(struct phx_mail *mail);
 
 /* -- ready.c ------------------------------------------------------------------------------------------------------ */
 

@@ -8,7 +8,6 @@
  * direction. */
 #define _GNU_SOURCE
 #include <errno.h>
-#include <linux/sock_diag.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdlib.h>
@@ -45,7 +44,6 @@ struct phx_remote {
     int blocked;         /* the message that comes next has no receive */
     int enough;          /* how many bytes of `in` make it ready */
     int in_watched, out_watched;  /* by ready.c: for bytes, and for room */
-    uint64_t received, sent;      /* bytes in all */
     struct front front;           /* of the message that is being sent */
     uint32_t front_sent;
     uint32_t from, to;            /* ahead[from, to) has been read and belongs to no message yet */
@@ -99,8 +97,9 @@ static void begin_front(struct phx_remote *remote, const struct phx_end *sent, u
 }
 
 /* Send the front and then these bytes, as far as there is room; returns how many of the latter went. */
-static uint64_t push(struct phx_remote *remote, const char *data, uint64_t nbytes)
+static uint64_t push(struct phx_stream *stream, const char *data, uint64_t nbytes)
 {
+    struct phx_remote *remote = stream->remote;
     const uint32_t front = (uint32_t)sizeof(struct header) + remote->front.header.line_bytes - remote->front_sent;
     struct iovec parts[] = {{(char *)&remote->front + remote->front_sent, front},
                             {(char *)(uintptr_t)data, nbytes < TURN ? nbytes : TURN}};
@@ -111,7 +110,7 @@ static uint64_t push(struct phx_remote *remote, const char *data, uint64_t nbyte
             end_out(remote);
         return 0;
     }
-    remote->sent += (uint64_t)sent;
+    stream->sent += (uint64_t)sent;
     const uint32_t of_front = (uint64_t)sent < front ? (uint32_t)sent : front;
     remote->front_sent += of_front;
     return (uint64_t)sent - of_front;
@@ -129,12 +128,13 @@ static int front_is_sent(const struct phx_remote *remote)
     return remote->front_sent == sizeof(struct header) + remote->front.header.line_bytes;
 }
 
-static int move_sends(phx_comm *comm, uint32_t dst, int by_thread)
+int phx_remote_move_sends(phx_comm *comm, uint32_t dst, int by_thread)
 {
-    struct phx_list *sends = &comm->mail->streams[dst].sends;
-    struct phx_remote *remote = comm->mail->streams[dst].remote;
-    const uint64_t before = remote ? remote->sent : 0;
-    while (sends->first && remote && remote->out >= 0 && remote->sent - before < TURN) {
+    struct phx_stream *stream = &comm->mail->streams[dst];
+    struct phx_list *sends = &stream->sends;
+    struct phx_remote *remote = stream->remote;
+    const uint64_t before = stream->sent;
+    while (sends->first && remote && remote->out >= 0 && stream->sent - before < TURN) {
         phx_message *message = sends->first;
         if (!message->started)
             begin_front(remote, &message->end, message->tag);
@@ -144,56 +144,16 @@ static int move_sends(phx_comm *comm, uint32_t dst, int by_thread)
             break;
         }
         message->started = 1;
-        const uint64_t sent = remote->sent;
-        message->moved += push(remote, message->data + message->moved, message->end.nbytes - message->moved);
-        if (remote->sent == sent)
+        const uint64_t sent = stream->sent;
+        message->moved += push(stream, message->data + message->moved, message->end.nbytes - message->moved);
+        if (stream->sent == sent)
             break;
         if (front_is_sent(remote) && message->moved == message->end.nbytes) {
             phx_list_take_out(sends, message);
             phx_mail_finish(comm, message, PHX_OK);
         }
     }
-    return remote && remote->sent != before;
-}
-
-int phx_remote_move_sends(phx_comm *comm, uint32_t dst)
-{
-    return move_sends(comm, dst, 0);
-}
-
-/* Tell whether the socket takes a message whole. Memory that holds bytes for the network is larger than these. */
-static int has_room(int socket, uint64_t nbytes)
-{
-    uint32_t memory[SK_MEMINFO_VARS];
-    socklen_t size = sizeof memory;
-    return getsockopt(socket, SOL_SOCKET, SO_MEMINFO, memory, &size) == 0 &&
-           memory[SK_MEMINFO_WMEM_QUEUED] + 2 * nbytes + 4096 <= memory[SK_MEMINFO_SNDBUF];
-}
-
-int phx_remote_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t dst, uint32_t tag)
-{
-    struct phx_mail *mail = comm->mail;
-    struct phx_remote *remote = mail->streams[dst].remote;
-    if (!remote || remote->out < 0 || sent->nbytes > PHX_PIECE || !has_room(remote->out, sent->nbytes))
-        return 0;
-    begin_front(remote, sent, tag);
-    const uint64_t moved = push(remote, data, sent->nbytes);
-    if (!remote->front_sent)
-        return 0;
-    if (front_is_sent(remote) && moved == sent->nbytes)
-        return 1;
-    /* The kernel takes less than it said: the rest is sent from a copy, which nobody waits for. */
-    phx_message *rest = malloc(sizeof *rest + sent->nbytes);
-    if (!rest) {
-        end_out(remote); /* a message of which a part has been sent cannot be taken back */
-        return 0;
-    }
-    *rest = (phx_message){.data = (char *)(rest + 1), .end = *sent, .moved = moved, .peer = dst, .tag = tag, .started = 1,
-                          .abandoned = 1};
-    memcpy(rest->data, data, sent->nbytes);
-    phx_list_append(&mail->streams[dst].sends, rest);
-    phx_ready_watch(mail, remote->out, dst, 0, remote->out_watched = 1);
-    return 1;
+    return stream->sent != before;
 }
 
 /* -- receiving --------------------------------------------------------------------------------------------------- */
@@ -245,8 +205,10 @@ static int take_ahead(struct phx_remote *remote, phx_message *message)
 }
 
 /* Read into the message, if one has begun, and what follows it ahead. 1 if bytes have come, else 0. */
-static int pull(struct phx_remote *remote, phx_message *message)
+static int pull(struct phx_stream *stream)
 {
+    struct phx_remote *remote = stream->remote;
+    phx_message *message = stream->arriving;
     if (remote->in < 0)
         return 0;
     memmove(remote->ahead, remote->ahead + remote->from, remote->to - remote->from);
@@ -263,7 +225,7 @@ static int pull(struct phx_remote *remote, phx_message *message)
         end_in(remote, PHX_CUT);
         return 0;
     }
-    remote->received += (uint64_t)got;
+    stream->received += (uint64_t)got;
     const uint64_t own = (uint64_t)got < straight ? (uint64_t)got : straight;
     if (message)
         message->moved += own;
@@ -306,11 +268,11 @@ void phx_remote_posted(phx_comm *comm, uint32_t src)
         watch_in(comm->mail, src);
 }
 
-static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
+int phx_remote_move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
 {
     struct phx_stream *stream = &comm->mail->streams[src];
     struct phx_remote *remote = stream->remote;
-    const uint64_t before = remote ? remote->received : 0;
+    const uint64_t before = stream->received;
     int moved = 0;
     while (remote) {
         if (stream->arriving || begin_arrival(comm, src)) {
@@ -329,32 +291,24 @@ static int move_arrivals(phx_comm *comm, uint32_t src, int by_thread)
                 watch_in(comm->mail, src);
             break;
         }
-        if (remote->received - before >= TURN || !pull(remote, stream->arriving))
+        if (stream->received - before >= TURN || !pull(stream))
             break;
         moved = 1;
     }
     return moved;
 }
 
-int phx_remote_move_arrivals(phx_comm *comm, uint32_t src)
-{
-    return move_arrivals(comm, src, 0);
-}
-
 /* -- both -------------------------------------------------------------------------------------------------------- */
 
-int phx_remote_state(const struct phx_mail *mail, uint32_t rank, int receiving)
+int phx_remote_state(struct phx_mail *mail, uint32_t rank, int receiving)
 {
+    int state = PHX_OK;
+    pthread_mutex_lock(&mail->lock);
     const struct phx_remote *remote = mail->streams[rank].remote;
-    if (!remote)
-        return PHX_OK;
-    return receiving && remote->met ? remote->in_end : remote->out_end;
-}
-
-uint64_t phx_remote_progress(const struct phx_mail *mail, uint32_t rank, int receiving)
-{
-    const struct phx_remote *remote = mail->streams[rank].remote;
-    return !remote ? 0 : receiving ? remote->received : remote->sent;
+    if (remote)
+        state = receiving && remote->met ? remote->in_end : remote->out_end;
+    pthread_mutex_unlock(&mail->lock);
+    return state;
 }
 
 int phx_remote_socket(phx_comm *comm, const phx_message *message)
@@ -384,7 +338,7 @@ void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write
     if (incoming) {
         remote->in_watched = 0;
         if (remote->in >= 0 && phx_mail_may_move(comm)) {
-            move_arrivals(comm, rank, 1);
+            phx_remote_move_arrivals(comm, rank, 1);
             /* After a message the threads that have slept look themselves, and sleep again if they have to. */
             if (remote->in >= 0 && !remote->blocked && (mail->finished == finished || awaits_bulk(comm, rank)))
                 watch_in(mail, rank);
@@ -393,7 +347,7 @@ void phx_remote_ready(phx_comm *comm, uint32_t rank, int incoming, int may_write
         if (!may_write)
             end_out(remote);
         else if (phx_mail_may_move(comm))
-            move_sends(comm, rank, 1);
+            phx_remote_move_sends(comm, rank, 1);
         remote->out_watched = mail->streams[rank].sends.first && phx_mail_may_move(comm);
         if (remote->out >= 0)
             phx_ready_watch(mail, remote->out, rank, 0, remote->out_watched);
@@ -433,7 +387,7 @@ int phx_messages_connect(phx_comm *comm, uint32_t rank, int socket, int incoming
         remote->out = socket;
         setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &(int){UNSENT}, sizeof(int));
         phx_ready_watch(mail, socket, rank, 0, 0); /* for its end */
-        phx_remote_move_sends(comm, rank);
+        phx_remote_move_sends(comm, rank, 0);
     }
     pthread_mutex_unlock(&mail->lock);
     phx_ring_bell(&comm->places[comm->rank]); /* a thread that sleeps has it watched */
@@ -450,13 +404,14 @@ void phx_messages_refused(phx_comm *comm, uint32_t rank, int left)
     phx_ring_bell(&comm->places[comm->rank]);
 }
 
-int phx_messages_met(phx_comm *comm, uint32_t rank)
+int phx_messages_met(phx_comm *comm, uint32_t rank, int receiving)
 {
     struct phx_mail *mail = comm->mail;
     if (rank >= mail->size || mail->streams[rank].place != PHX_NOBODY)
         return rank < mail->size;
     pthread_mutex_lock(&mail->lock);
-    const int met = mail->streams[rank].remote && mail->streams[rank].remote->met;
+    const struct phx_remote *remote = mail->streams[rank].remote;
+    const int met = remote && (receiving ? remote->met : remote->out >= 0);
     pthread_mutex_unlock(&mail->lock);
     return met;
 }

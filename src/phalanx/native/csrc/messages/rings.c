@@ -77,7 +77,8 @@ static int has_left(const phx_comm *comm, uint32_t place)
 
 int phx_rings_move_sends(phx_comm *comm, uint32_t place)
 {
-    struct phx_list *sends = &comm->mail->streams[comm->mail->ranks[place]].sends;
+    struct phx_stream *stream = &comm->mail->streams[comm->mail->ranks[place]];
+    struct phx_list *sends = &stream->sends;
     struct phx_ring *ring = ring_of(comm, comm->rank, place);
     uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
     int moved = 0;
@@ -112,6 +113,7 @@ int phx_rings_move_sends(phx_comm *comm, uint32_t place)
         message->moved += length;
         if (at == head && message->moved < message->end.nbytes)
             break;
+        stream->sent += at - head;
         head = at;
         atomic_store_explicit(&ring->head, head, memory_order_release);
         ring_bell_of(comm, place);
@@ -124,21 +126,12 @@ int phx_rings_move_sends(phx_comm *comm, uint32_t place)
     return moved;
 }
 
-int phx_rings_send_now(phx_comm *comm, const void *data, const struct phx_end *sent, uint32_t place, uint32_t tag)
+int phx_rings_have_room(const phx_comm *comm, uint32_t place, uint64_t nbytes)
 {
-    const uint64_t nbytes = sent->nbytes;
-    struct phx_ring *ring = ring_of(comm, comm->rank, place);
-    const uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
-    const uint64_t taken = head - atomic_load_explicit(&ring->tail, memory_order_acquire);
-    if (nbytes > PHX_PIECE || has_left(comm, place) ||
-        ALIGN + padded(nbytes) > phx_ring_bytes(comm->size) - taken)
-        return 0;
-    const struct phx_message_header header = {*sent, tag};
-    write_ring(comm, place, head, &header, sizeof header);
-    write_ring(comm, place, head + ALIGN, data, nbytes);
-    atomic_store_explicit(&ring->head, head + ALIGN + padded(nbytes), memory_order_release);
-    ring_bell_of(comm, place);
-    return 1;
+    const struct phx_ring *ring = ring_of(comm, comm->rank, place);
+    const uint64_t taken = atomic_load_explicit(&ring->head, memory_order_relaxed) -
+                           atomic_load_explicit(&ring->tail, memory_order_acquire);
+    return nbytes <= PHX_PIECE && ALIGN + padded(nbytes) <= phx_ring_bytes(comm->size) - taken;
 }
 
 /* -- receiving --------------------------------------------------------------------------------------------------- */
@@ -147,7 +140,7 @@ int phx_rings_move_arrivals(phx_comm *comm, uint32_t place)
 {
     struct phx_ring *ring = ring_of(comm, place, comm->rank);
     const uint32_t src = comm->mail->ranks[place];
-    phx_message **arriving = &comm->mail->streams[src].arriving;
+    struct phx_stream *stream = &comm->mail->streams[src];
     uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed);
     int moved = 0;
     for (;;) {
@@ -155,7 +148,7 @@ int phx_rings_move_arrivals(phx_comm *comm, uint32_t place)
         if (there == 0)
             return moved;
         uint64_t at = tail;
-        if (!*arriving) {
+        if (!stream->arriving) {
             struct phx_message_header header;
             read_ring(comm, place, tail, &header, sizeof header, 0);
             phx_message *message = phx_mail_claim(comm->mail, src, &header.sent, header.tag, NULL);
@@ -163,11 +156,11 @@ int phx_rings_move_arrivals(phx_comm *comm, uint32_t place)
                 return moved;
             if (!phx_mail_agrees(comm, message, src, &header.sent, NULL))
                 return 1;
-            *arriving = message;
+            stream->arriving = message;
             at += ALIGN;
             there -= ALIGN;
         }
-        phx_message *message = *arriving;
+        phx_message *message = stream->arriving;
         uint64_t length = message->end.nbytes - message->moved;
         if (length > PHX_PIECE)
             length = PHX_PIECE;
@@ -177,21 +170,15 @@ int phx_rings_move_arrivals(phx_comm *comm, uint32_t place)
         at += padded(length);
         message->moved += length;
         if (message->moved == message->end.nbytes) {
-            *arriving = NULL;
+            stream->arriving = NULL;
             phx_mail_arrived(comm, message);
         }
         if (at != tail) {
+            stream->received += at - tail;
             tail = at;
             atomic_store_explicit(&ring->tail, tail, memory_order_release);
             ring_bell_of(comm, place);
             moved = 1;
         }
     }
-}
-
-uint64_t phx_rings_progress(const phx_comm *comm, uint32_t place, int receiving)
-{
-    if (receiving)
-        return atomic_load_explicit(&ring_of(comm, place, comm->rank)->tail, memory_order_relaxed);
-    return atomic_load_explicit(&ring_of(comm, comm->rank, place)->head, memory_order_relaxed);
 }

@@ -93,11 +93,6 @@ int phx_description(const phx_comm *comm, uint32_t rank, char *out)
     return 1;
 }
 
-uint64_t phx_call_chunk(const phx_comm *comm)
-{
-    return comm->call_chunk;
-}
-
 /* -- the end of the process ---------------------------------------------------------------------------------------- */
 
 /* The views belong to the parent; its threads, which may hold the lock, are not in the child. */

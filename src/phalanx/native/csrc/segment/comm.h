@@ -2,7 +2,7 @@
  *
  * field                            writer                          readers
  * chunk .. whole_chunk,            the thread that is in a         the same; another thread reads `call_chunk`, maybe one
- * seen .. crossed                  collective, one at a time       call old, to break the group or to explain why it broke
+ * compared .. crossed              collective, one at a time       call old, to break the group or to explain why it broke
  * met, recorders                   the thread that meets the       all, later
  *                                  others, before any other call
  * timeout_ns, message_timeout_ns   any thread                      waits under way go on with the old limit or the new one
@@ -41,8 +41,7 @@ struct phx_comm {
     char *ring_data;
     uint64_t mapped_bytes;
     struct phx_mail *mail;   /* this rank's messages (mail.c) */
-    uint64_t *seen;          /* the last `ready` this rank read of each: spares reading the shared line again */
-    uint64_t *compared;      /* up to which chunk each other rank's call words have been compared with this one's */
+    uint64_t *compared;      /* up to which chunk each other rank has been awaited, and its call words compared */
     const void **inputs;     /* scratch of `size` pointers for the reduction kernels */
     struct phx_memory *shared; /* what phx_share_memory() was given, in order: alike on all ranks but for the addresses */
     uint64_t nshared;
