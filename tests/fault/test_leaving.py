@@ -108,47 +108,70 @@ def scatter(rank: int, src: int, count: int) -> None:
     dist.scatter(torch.ones(count), parts, src)
 
 
-@pytest.mark.parametrize(("call", "count"), [(broadcast, 4), (scatter, LARGE)])
+@pytest.mark.parametrize(
+    ("place", "odd", "call", "src", "count"),
+    [
+        ("000", 0, broadcast, 0, 4),
+        ("000", 0, scatter, 0, LARGE),
+        ("011", 2, broadcast, 2, LARGE),
+        pytest.param("00122", 1, broadcast, 0, LARGE, marks=long),
+        pytest.param("00122", 2, scatter, 1, LARGE, marks=long),
+    ],
+)
 def test_mismatch_in_the_last_call_is_raised_when_the_group_is_destroyed(
-    call: Callable[[int, int, int], None], count: int
+    place: str, odd: int, call: Callable[[int, int, int], None], src: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The root waits for nobody, and calls nothing more."""
+    """The root of a broadcast waits for nobody, and calls nothing more. A host's ranks compare their calls."""
+    size = hosts_of(place, monkeypatch)
 
     def body(member: Member) -> str:
         join(member)
-        if member.rank:
-            member.await_said("waits")
-        else:
-            when_waiting(lambda: member.say("waits"))
+        if len(set(place)) == 1:
+            if member.rank:
+                member.await_said("waits")
+            else:
+                when_waiting(lambda: member.say("waits"))
         found = ""
         try:
-            call(member.rank, 0, count + (member.rank == 0))
+            call(member.rank, src, count + (member.rank == odd))
             dist.destroy_process_group()
         except CollectiveMismatch as error:
             found = str(error)
             dist.destroy_process_group()  # nothing is left to tell
         return found
 
-    for text in on_ranks(body, 3):
-        assert f"rank 0: {call.__name__}(float32[{count + 1}], src=0) at" in text
-        assert f"{call.__name__}(float32[{count}], src=0) at" in text.replace("rank 0: ", "")
+    name, texts = call.__name__, on_ranks(body, size)
+    assert all(text for rank, text in enumerate(texts) if place[rank] == place[odd])
+    for text in filter(None, texts):
+        assert f"rank {odd}: {name}(float32[{count + 1}], src={src}) at" in text
+        assert f"{name}(float32[{count}], src={src}) at" in text.replace(f"rank {odd}: ", "")
 
 
-def test_rank_that_leaves_without_the_last_call_is_named() -> None:
+@pytest.mark.parametrize(("place", "leaver"), [("00", 1), ("011", 2)])
+def test_rank_that_leaves_without_the_last_call_is_named_on_its_host(
+    place: str, leaver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = hosts_of(place, monkeypatch)
+
     def body(member: Member) -> None:
         join(member)
-        if member.rank == 1:
+        if member.rank == leaver:
             dist.destroy_process_group()
+            return
+        if place[member.rank] != place[leaver]:  # what the ranks of another host find in its last call it may miss
+            with contextlib.suppress(PeerLost):
+                dist.broadcast(torch.ones(4), 0)
+                dist.destroy_process_group()
             return
         with pytest.raises(PeerLost) as caught:
             dist.broadcast(torch.ones(4), 0)
             dist.destroy_process_group()
-        assert caught.value.group_rank == 1
-        assert "rank 1 of the group" in str(caught.value)
+        assert caught.value.group_rank == leaver
+        assert f"rank {leaver} of the group" in str(caught.value)
         assert "has left the group in order" in str(caught.value)
         assert "broadcast(float32[4], src=0) at" in str(caught.value)
 
-    on_ranks(body, 2)
+    on_ranks(body, size)
 
 
 @pytest.mark.parametrize(("place", "how"), [("00", "stopped"), ("00", "late"), ("0011", "killed")])

@@ -115,6 +115,8 @@ class Registration:
                 self._leave(error is not None)
         if error is not None and self._rank == 0:
             time.sleep(_LINGER_S)
+        if isinstance(error, DistError) and (found := self.await_end_of_rank_0(_MOMENT_S)) is not None:
+            raise found from error
 
     def all_have_come(self) -> None:
         """Note that all ranks have come: the next process of this rank, or world of another size, is a later one."""
@@ -140,15 +142,14 @@ class Registration:
                 return InitializationError.rank_stopped(rank, process.pid, process.host, state_text(state), self._group)
         return None
 
-    def find_rank_0_ended(self) -> InitializationError | None:
-        """Return the error if rank 0 has ended, and the store with it."""
-        process = self._known.get(0)
-        return self._gone("has ended, and the store with it,", process) if process and process.has_ended() else None
-
-    @property
-    def sees_rank_0(self) -> bool:
-        """Return whether this process can see how rank 0 ends."""
-        return 0 in self._known
+    def await_end_of_rank_0(self, patience_s: float) -> InitializationError | None:
+        """Return the error if rank 0 ends in this time, and the store with it; None at once if it cannot be seen."""
+        until = time.monotonic() + patience_s
+        while (process := self._known.get(0)) is not None and time.monotonic() < until:
+            if process.has_ended():
+                return self._gone("has ended, and the store with it,", process)
+            time.sleep(_PAUSE_S)
+        return None
 
     def read_near(self, ranks: list[int] | None = None) -> InitializationError | None:
         """Read which processes have come as the ranks that this one looks at; return an error if their sizes differ."""

@@ -192,14 +192,14 @@ class RendezvousStore(PrefixStore):
 
     def explained(self, error: BaseException) -> InitializationError:
         """Return what a rank raises that cannot ask the store any more: most often the rank has gone that had it."""
-        registration = registered() if self._world else None
-        until = time.monotonic() + _ENDING_S
-        while time.monotonic() < until and (not self._world or (registration and registration.sees_rank_0)):
-            found = registration.find_rank_0_ended() if registration else self._of_gone_ranks()
-            if found is not None:
-                return found
-            time.sleep(_PAUSE_S)
-        return InitializationError.store_lost(f"{self._group} were meeting", error)
+        if self._world:
+            registration = registered()
+            found = registration.await_end_of_rank_0(_ENDING_S) if registration else None
+        else:
+            until = time.monotonic() + _ENDING_S
+            while (found := self._of_gone_ranks()) is None and time.monotonic() < until:
+                time.sleep(_PAUSE_S)
+        return found or InitializationError.store_lost(f"{self._group} were meeting", error)
 
     def find_gone(self) -> InitializationError | None:
         """Return the error for a rank of the group that has gone; None if none has, as far as this process knows."""

@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 
 from phalanx.diagnosis.ends import tell_of_failure
+from phalanx.errors import PhalanxError
 from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Gone
 from phalanx.transports.contract import Communicator, Message
@@ -103,6 +104,13 @@ class HierarchicalCommunicator(Reductions, Copies):
 
     def end_messages(self) -> None:
         self.messages.end()
+
+    def compare_rest(self, patience_s: float) -> None:
+        # Of the ranks of this host; the leaders have compared theirs before a call is done.
+        try:
+            self.local.compare_rest(patience_s)
+        except PhalanxError as error:
+            self.call.__exit__(type(error), error, None)
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Find those of these ranks that have gone (``membership/liveness.py``)."""
