@@ -42,7 +42,7 @@ def take(tensor: torch.Tensor) -> int:
 
 def serve_bare() -> tuple[str, int]:
     """Listen for one bare connection, echo small messages and take large ones; where it listens."""
-    address = session.agent().me.address
+    address = session.worker().me.address
     listener = socket.create_server((address, 0))
 
     def run() -> None:

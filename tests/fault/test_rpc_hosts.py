@@ -32,7 +32,7 @@ def stop_here(folder: Path) -> None:
     own = os.getpid()
     if os.fork() == 0:
         await_stop(own)
-        (folder / f"stopped-{session.agent().me.rank}").touch()
+        (folder / f"stopped-{session.worker().me.rank}").touch()
         soon((folder / "go on").exists, LONG_S)
         os.kill(own, signal.SIGCONT)
         os._exit(0)

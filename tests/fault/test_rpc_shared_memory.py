@@ -108,7 +108,7 @@ def test_interrupt_leaves_the_room_of_a_message_free() -> None:
         if member.rank:
             return
         assert rpc.call(1, workers.add, 1, 2) == 3
-        links = session.agent()._connections._links()
+        links = session.worker()._connections._links()
         link: Any = next(each for each in links if isinstance(each, SharedLink))
         core, placed = link._core, []
 

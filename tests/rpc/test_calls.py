@@ -142,7 +142,7 @@ def test_workers_that_dial_each_other_at_once_have_one_link(tcp: bool) -> None:
             others = [member.rank ^ number for number in range(member.size)]  # so two ranks begin with each other
             assert [each.wait() for each in rpc.each(others, workers.add, 1, 2)] == [3] * member.size
             member.meet(f"called {turn}")
-            assert len(session.agent()._connections._links()) == member.size
+            assert len(session.worker()._connections._links()) == member.size
             rpc.shutdown()
 
     on_ranks(body, 4)

@@ -13,7 +13,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc import agent, connections, handlers, peer, session
+from phalanx.rpc import connections, handlers, peer, session, worker
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
@@ -30,7 +30,7 @@ def resident(incoming: Any, value: Any) -> int:
 def serve_beside_calls(_: Member) -> None:
     """Have every worker open the gate, and say how much memory it has, though all handlers wait."""
 
-    def serve(made: agent.Agent) -> None:
+    def serve(made: worker.Worker) -> None:
         made.serve("open", workers.open_gate, quick=True)
         made.serve("resident", resident, quick=True)
 
@@ -63,7 +63,7 @@ def test_caller_has_a_limited_number_of_calls_at_a_slow_callee() -> None:
         if member.rank == 0:
             futures, starter = begun(lambda _: rpc.start(1, workers.wait_for_gate), 3 * most, until=most)
             assert len(futures) == most
-            session.agent().notify(1, "open", None)
+            session.worker().notify(1, "open", None)
             starter.join()
             assert [future.wait() for future in futures] == ["open"] * (3 * most)
 
@@ -91,7 +91,7 @@ def test_caller_has_a_limited_number_of_bytes_at_a_slow_callee(tcp: bool) -> Non
             rpc.call(1, workers.wait_for_gate, argument, timeout_s=0.2)
         assert rpc.call(1, workers.add, 1, 2) == 3  # small ones pass
         assert rpc.call(2, torch.numel, argument) == nbytes  # and so do those to others
-        session.agent().notify(1, "open", None)
+        session.worker().notify(1, "open", None)
         starter.join()
         assert rpc.call(1, torch.numel, larger) == larger.numel()
         assert [future.wait() for future in futures] == ["open"] * more
@@ -110,7 +110,7 @@ def test_calls_given_up_before_they_began_give_their_memory_back() -> None:
     def body(member: Member) -> None:
         if member.rank:
             return
-        own = session.agent()
+        own = session.worker()
         at_first = own.request(1, "resident", None).wait()
         argument = torch.zeros(nbytes, dtype=torch.uint8)
         futures = [rpc.start(1, workers.wait_for_gate, argument) for _ in range(count)]

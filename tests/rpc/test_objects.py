@@ -121,7 +121,7 @@ def test_object_is_listed_and_lives_as_long_as_a_reference() -> None:
             return
         account = rpc.make("worker1", Account, 5)  # made here
         [info] = rpc.call("worker1", rpc.objects)
-        assert (info.made_by, info.made_at) == (str(rpc.session.agent().me), f"{__file__}:{line}")
+        assert (info.made_by, info.made_at) == (str(rpc.session.worker().me), f"{__file__}:{line}")
         rpc.call("worker2", workers.keep, account)
         del account
         gc.collect()

@@ -203,7 +203,7 @@ def key(reference: Reference) -> Key:
 def report() -> tuple[set[Key], set[Key]]:
     """The objects that this worker has references to, in its pocket and in objects; and those that live here."""
     gc.collect()
-    me = session.agent().me.incarnation
+    me = session.worker().me.incarnation
     with lock:
         held = {key(reference) for reference, *_ in pocket}
     held |= {key(reference) for token in list(tokens) for reference in token.inner}
@@ -234,7 +234,7 @@ def empty() -> None:
 def compare(living: list[int]) -> str:
     """Empty if what lives is what is held; the difference in words."""
     reports = [rpc.call(rank, report) for rank in living]
-    owners = {session.agent().member(rank).incarnation for rank in living}
+    owners = {session.worker().member(rank).incarnation for rank in living}
     held = {each for has, _ in reports for each in has if each[0] in owners}
     alive = {each for _, owns in reports for each in owns}
     leaked, lost = sorted(alive - held), sorted(held - alive)

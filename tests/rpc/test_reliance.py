@@ -44,7 +44,7 @@ def test_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None:
             return
         pid = rpc.call("worker1", workers.pid)
         tensor = torch.ones(1 << 20)
-        own, sent = session.agent(), threading.Semaphore(0)
+        own, sent = session.worker(), threading.Semaphore(0)
         notice = own._notice
 
         def send(*arguments: Any) -> None:
@@ -197,7 +197,7 @@ def slow_offer() -> Iterator[int]:
 
 
 def make_here() -> Any:
-    return rpc.make(session.agent().me, workers.Account, 1)
+    return rpc.make(session.worker().me, workers.Account, 1)
 
 
 def test_calls_of_every_kind_leave_nothing() -> None:

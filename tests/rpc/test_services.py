@@ -258,9 +258,9 @@ def test_pickles_are_never_loaded_by_a_typed_worker_or_as_a_typed_answer(tmp_pat
         failed = []
         for name in [*names, "typed:trainer"]:
             with pytest.raises(rpc.RemoteError) as caught:
-                session.agent().request(0, name, Bomb(path), codec=codec).wait()
+                session.worker().request(0, name, Bomb(path), codec=codec).wait()
             failed.append(str(caught.value))
-            session.agent().notify(0, name, Bomb(path))
+            session.worker().notify(0, name, Bomb(path))
         assert all("typed_only=True" in text for text in failed[:5]), failed
         with pytest.raises(rpc.RemoteError, match="typed_only=True"):
             rpc.call(0, workers.pid)
@@ -278,7 +278,7 @@ def test_pickles_are_never_loaded_by_a_typed_worker_or_as_a_typed_answer(tmp_pat
             attack(Codec(pickled, lambda head, buffers: None, unpickles=False))
             # It pretends to be the service, and answers with pickles.
             evil = Codec(pickled, lambda head, buffers: bytes(head), unpickles=True)
-            session.agent().serve("typed:trainer", answer, codec=evil)
+            session.worker().serve("typed:trainer", answer, codec=evil)
         member.meet("serves")
         if member.rank == 0:
             client = rpc.service(1, "trainer", Trainer)

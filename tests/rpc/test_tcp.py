@@ -76,8 +76,8 @@ def test_worker_that_cannot_attach_anothers_memory_talks_over_tcp() -> None:
             assert rpc.call(next_of(member), workers.add, number, 1) == number + 1
         member.meet("called")
         watch.stop()
-        agent = session.agent()
-        link: Any = agent._connections.link_now(agent.member(next_of(member)))
+        own = session.worker()
+        link: Any = own._connections.link_now(own.member(next_of(member)))
         return link.name, set(changes)
 
     assert with_workers(body, 2, before=before) == [("tcp", {"came"})] * 2

@@ -79,13 +79,13 @@ def left(asking: int = 0) -> list[str]:
     """What this worker keeps of calls: nothing, when none is under way but those that ask."""
     kept.clear()
     gc.collect()
-    agent = session.agent()
+    own = session.worker()
     found: dict[str, Any] = {
         "objects": rpc.objects(),
-        "calls": agent._calls.all(),
-        "calls that were given up": [call for peer in agent._connections.peers() for call in peer.given_up],
+        "calls": own._calls.all(),
+        "calls that were given up": [call for peer in own._connections.peers() for call in peer.given_up],
         "requests under way": requests()[asking:],
-        "what answers rely on": [thing for peer in agent._connections.peers() for thing in peer.kept],
+        "what answers rely on": [thing for peer in own._connections.peers() for thing in peer.kept],
         "streams": streams._sources,
         "contexts": contexts.all(),
     }
@@ -94,7 +94,7 @@ def left(asking: int = 0) -> list[str]:
 
 def requests() -> list[Any]:
     """The requests of all workers that are under way here."""
-    return [each for peer in session.agent()._connections.peers() for each in list(peer.requests.values())]
+    return [each for peer in session.worker()._connections.peers() for each in list(peer.requests.values())]
 
 
 def mappings() -> int:

@@ -192,7 +192,7 @@ def test_stranger_gets_nothing_of_the_store_and_keeps_nobody_out() -> None:
 @pytest.mark.parametrize("tcp", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_worker_of_rpc_is_not_disturbed_by_strangers(tcp: bool) -> None:
     def body(member: Member) -> None:
-        me = session.agent().me
+        me = session.worker().me
         listener = worker_listening(member)
         with undisturbed(member):
             for attack in ATTACKS:
@@ -211,19 +211,19 @@ def test_worker_of_rpc_is_not_disturbed_by_strangers(tcp: bool) -> None:
                 sock, response = listener.proof(claim=said)
                 with sock:
                     assert json.loads(answer_to(sock, response)) == {}, offer  # then it goes by TCP
-        assert session.agent().members() == rpc.call(next_of(member), _members)
-        assert len(session.agent().members()) == member.size
+        assert session.worker().members() == rpc.call(next_of(member), _members)
+        assert len(session.worker().members()) == member.size
 
     with_workers(body, 3, before=lambda _: workers.use_tcp() if tcp else None)
 
 
 def _members() -> list[rpc.Member]:
-    return session.agent().members()
+    return session.worker().members()
 
 
 def worker_listening(member: Member) -> Listener:
-    me = session.agent().me
-    key: Key = session.agent()._connections._key
+    me = session.worker().me
+    key: Key = session.worker()._connections._key
 
     def serve() -> None:
         assert rpc.call(next_of(member), workers.add, 2, 2) == 4

@@ -12,10 +12,10 @@ This script runs by ``phalanx run -n 2 script.py``::
         rpc.shutdown()
 """
 
-# A call goes verbs.py -> agent.py -> codec.py -> links/, and there links/ -> agent.py -> serving.py -> verbs.py. Begin
-# with these. peer.py has what goes on with one other worker, connections.py makes links, members.py says who there is,
-# and session.py begins and ends it all. Above them are objects.py, streams.py, services.py (typed), autograd/,
-# parameter_server/ and torch_api/.
+# A call goes verbs.py -> worker.py -> codec.py -> links/, and there links/ -> worker.py -> serving.py -> verbs.py.
+# Begin with these. peer.py has what goes on with one other worker, connections.py makes links, members.py says who
+# there is, and session.py begins and ends it all. Above them are objects.py, streams.py, services.py (typed),
+# autograd/, parameter_server/ and torch_api/.
 
 import inspect
 

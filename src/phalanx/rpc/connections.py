@@ -126,13 +126,13 @@ _claims, _verdicts = msgspec.json.Decoder(Claim), msgspec.json.Decoder(Verdict)
 
 
 class Connections:
-    """All links of one agent, its listening socket, and the thread that accepts. Safe to use from several threads.
+    """All links of one worker, its listening socket, and the thread that accepts. Safe to use from several threads.
 
     Args:
         members: who there is.
         address: where to listen; an address of this host.
         key: what every worker of the job knows.
-        receiver: the agent.
+        receiver: this worker.
         found_gone: is called with a worker at whose address nobody listens any more.
         encrypt: encrypt what goes over TCP.
 

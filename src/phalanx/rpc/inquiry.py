@@ -70,11 +70,11 @@ def tell_of_long(calls: list[Call], findings: list[Finding]) -> None:
 
 
 class Inquiries:
-    """The inquiries of one agent.
+    """The inquiries of one worker.
 
     Args:
         connections: the ways to the others.
-        request: asks a worker for a service (``Agent.request``).
+        request: asks a worker for a service (``Worker.request``).
     """
 
     def __init__(self, connections: Connections, request: Callable[..., Future[Any]]) -> None:

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 from phalanx.diagnosis.call_site import capture, text_of
 from phalanx.errors import CallTimeout, ObjectLost, WorkerLost
 from phalanx.rpc import codec, session, streams, verbs
-from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
 from phalanx.rpc.codec import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.serving import NOBODY
+from phalanx.rpc.worker import Incoming, Worker
 from phalanx.system import threads
 
 __all__ = ["Name", "ObjectInfo", "Owned", "RemoteObject", "Table", "local", "make", "objects", "table_of"]
@@ -76,10 +76,10 @@ class Owned:
 
 
 class Table:
-    """The objects of one agent: those that live here, and those elsewhere that this process holds."""
+    """The objects of one worker: those that live here, and those elsewhere that this process holds."""
 
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
         self.lock = threading.RLock()
         self.numbers = itertools.count(1)
         self.owned: dict[Name, Owned] = {}
@@ -108,7 +108,7 @@ class Table:
             if owned is None and isinstance(number, tuple):
                 owned = self.owned[number] = Owned(Future())
         if owned is None:
-            raise ObjectLost(f"object {number} of {self.agent.me} is gone: nobody held it any more")
+            raise ObjectLost(f"object {number} of {self.worker.me} is gone: nobody held it any more")
         return owned
 
     def hold(self, owner: Member, number: Name, *, known: bool = False) -> None:
@@ -124,7 +124,7 @@ class Table:
 
     def keep(self, name: Name, owned: Owned) -> None:
         """Let an object of this process be found under a name that this process holds, and be freed with its holds."""
-        self.tell(self.agent.me, name)
+        self.tell(self.worker.me, name)
         with self.lock:
             if (entry := self.find(name)) is not owned:
                 owned.holders = entry.holders
@@ -132,7 +132,7 @@ class Table:
 
     def named_for_others(self) -> list[tuple[Name, list[str]]]:
         """The objects with names that other workers hold, and these workers' names."""
-        me = self.agent.me.incarnation
+        me = self.worker.me.incarnation
         with self.lock:
             named = [(name, owned.holders) for name, owned in self.owned.items() if isinstance(name, tuple)]
             found = [(name, [each.name for each in held.values() if each.incarnation != me]) for name, held in named]
@@ -152,11 +152,11 @@ class Table:
                 if not begun and not ended:
                     return
                 self.told[owner] = held
-            if owner == self.agent.me:
-                self.note(self.agent.me, begun, ended)
+            if owner == self.worker.me:
+                self.note(self.worker.me, begun, ended)
                 return
             try:
-                self.agent.request(owner, _HOLDS, (begun, ended), asked="to note who holds its objects").wait()
+                self.worker.request(owner, _HOLDS, (begun, ended), asked="to note who holds its objects").wait()
                 self.unsure.discard(owner)
             except CallTimeout:  # it is slow, and may have taken this note or not: the next one says it again
                 with self.lock:
@@ -216,10 +216,10 @@ class Table:
                     break
                 dropped = self.dropped.get()
             for owner in owners:
-                if owner == self.agent.me:
+                if owner == self.worker.me:
                     self.tell(owner)
                 else:
-                    self.agent.run(self.tell, owner)  # beside each other: one that is slow holds up none
+                    self.worker.run(self.tell, owner)  # beside each other: one that is slow holds up none
             if dropped is None:
                 return
 
@@ -235,16 +235,16 @@ class Table:
             return True
 
 
-_tables: dict[Agent, Table] = {}
+_tables: dict[Worker, Table] = {}
 
 
-def table_of(agent: Agent) -> Table:
-    """The objects of an agent."""
-    return _tables[agent]
+def table_of(worker: Worker) -> Table:
+    """The objects of a worker."""
+    return _tables[worker]
 
 
 def _table() -> Table:
-    return _tables[session.agent()]
+    return _tables[session.worker()]
 
 
 class _Method:
@@ -347,7 +347,7 @@ def make(
         WorkerLost, CallTimeout, EncodingError: as for ``rpc.call``.
     """
     made: Future[RemoteObject] = requests.request(
-        session.agent(),
+        session.worker(),
         to,
         _MAKE,
         (kind, args, kwargs, text_of(capture()), serial),
@@ -364,8 +364,8 @@ def local(reference: RemoteObject) -> Any:
     Raises:
         ObjectLost: it lives elsewhere; call its methods, or ``rpc.call(reference, function)``.
     """
-    if reference._owner != session.agent().me:
-        raise ObjectLost(f"{reference!r} does not live on {session.agent().me}; rpc.call(reference, function) does")
+    if reference._owner != session.worker().me:
+        raise ObjectLost(f"{reference!r} does not live on {session.worker().me}; rpc.call(reference, function) does")
     return _table().find(reference._number).value
 
 
@@ -397,9 +397,9 @@ def start_on(
     asked = f"{target._type_name}.{name}"
     # With the reference among what is sent, the object lives until the call has returned.
     value = (target, function, args, kwargs)
-    agent = session.agent()
-    future = requests.request(agent, target._owner, _METHOD, value, timeout_s, asked=asked, codec=_OF_METHOD)
-    following: Future[Any] = Future(future._help_on, future.cancel, agent.run)
+    worker = session.worker()
+    future = requests.request(worker, target._owner, _METHOD, value, timeout_s, asked=asked, codec=_OF_METHOD)
+    following: Future[Any] = Future(future._help_on, future.cancel, worker.run)
 
     def follow(done: Future[Any]) -> None:
         try:
@@ -427,8 +427,8 @@ def _on_make(incoming: Incoming, asked: tuple[Any, ...]) -> RemoteObject:
     table = _table()
     turn = threading.Lock() if serial else contextlib.nullcontext()
     number = table.add(Owned(value, str(incoming.peer), line, turn))
-    reference = RemoteObject(table.agent.me, number, type(value).__qualname__)
-    table.tell(table.agent.me)
+    reference = RemoteObject(table.worker.me, number, type(value).__qualname__)
+    table.tell(table.worker.me)
     return reference
 
 
@@ -455,18 +455,18 @@ def _on_holds(incoming: Incoming, holds: tuple[list[Name], list[Name]]) -> None:
     _table().note(incoming.peer, *holds)
 
 
-def _equip(agent: Agent) -> None:
-    _tables[agent] = table = Table(agent)
-    requests.serve(agent, _MAKE, _on_make, operator.itemgetter(0))
-    requests.serve(agent, _METHOD, _on_method, _method_of)
-    agent.serve(_HOLDS, _on_holds, quick=True)
-    agent.on_change(lambda member, _: table.forget(member))
+def _equip(worker: Worker) -> None:
+    _tables[worker] = table = Table(worker)
+    requests.serve(worker, _MAKE, _on_make, operator.itemgetter(0))
+    requests.serve(worker, _METHOD, _on_method, _method_of)
+    worker.serve(_HOLDS, _on_holds, quick=True)
+    worker.on_change(lambda member, _: table.forget(member))
 
     def end() -> None:
         table.close()
-        del _tables[agent]
+        del _tables[worker]
 
-    agent.on_close(end)
+    worker.on_close(end)
 
 
 session.on_init(_equip)

@@ -27,11 +27,11 @@ import torch
 
 from phalanx.errors import ArgumentError, EncodingError
 from phalanx.rpc import session, verbs
-from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.codec import Codec
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, contiguous, device_here, elements_of, empty
+from phalanx.rpc.worker import Incoming, Worker
 from phalanx.wrong_arguments import require
 
 __all__ = ["Signature", "serve", "service", "typed_decode", "typed_encode"]
@@ -49,7 +49,7 @@ class _Asked(NamedTuple):
     bound: inspect.BoundArguments
 
 
-# What is offered by the next agent, or by the present one.
+# What is offered by the next worker, or by the present one.
 _offered: dict[str, Codec] = {}
 
 
@@ -85,9 +85,9 @@ def serve(name: str, thing: Any, methods: Iterable[str]) -> None:
         signatures[method] = Signature(function)
     codec = Codec(typed_encode, partial(_decode_call, name, signatures), unpickles=False)
     _offered[name] = codec
-    agent = session.current()
-    if agent is not None:
-        agent.serve(_PREFIX + name, _on_call, codec=codec)
+    worker = session.current()
+    if worker is not None:
+        worker.serve(_PREFIX + name, _on_call, codec=codec)
 
 
 def service(to: str | int | Member, name: str, interface: type[T], *, timeout_s: float | None = None) -> T:
@@ -156,7 +156,7 @@ class _Client:
         _, codec = self._codec_of(function)
         allowed = self._timeout_s if timeout_s is None else timeout_s
         asked = f"{self._name}.{function}"
-        return session.agent().request(
+        return session.worker().request(
             self._to, _PREFIX + self._name, (args, kwargs), allowed, asked=asked, codec=codec
         )
 
@@ -189,9 +189,9 @@ def _on_call(incoming: Incoming, asked: _Asked) -> Any:
     return verbs.perform(incoming, asked.method, asked.bound.args, asked.bound.kwargs)
 
 
-def _equip(agent: Agent) -> None:
+def _equip(worker: Worker) -> None:
     for name, codec in list(_offered.items()):
-        agent.serve(_PREFIX + name, _on_call, codec=codec)
+        worker.serve(_PREFIX + name, _on_call, codec=codec)
 
 
 session.on_init(_equip)

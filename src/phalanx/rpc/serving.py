@@ -25,7 +25,7 @@ from phalanx.words import tell
 
 __all__ = ["CANCEL", "NOBODY", "PROGRESS", "RECEIPT", "Incoming", "Serving"]
 
-# The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it;
+# The services of this worker itself. The second is also the mark of an answer whose receiver is to say that it has it;
 # the third says how far calls have come (inquiry.py).
 CANCEL, RECEIPT, PROGRESS = "cancel", "receipt", "progress"
 _MOST_EARLY = 1024
@@ -72,7 +72,7 @@ class _Service:
 
 
 class Serving:
-    """The services of one agent.
+    """The services of one worker.
 
     Args:
         handlers: the threads on which they run.
@@ -92,7 +92,7 @@ class Serving:
     def add(
         self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool, codec: Codec = PICKLED
     ) -> None:
-        """See :meth:`phalanx.rpc.agent.Agent.serve`."""
+        """See :meth:`phalanx.rpc.worker.Worker.serve`."""
         self._services[service] = _Service(handler, quick, codec)
 
     def take(self, peer: Peer, message: Message, *, may_block: bool) -> None:

@@ -22,16 +22,16 @@ from phalanx import settings
 from phalanx import world as worlds
 from phalanx.errors import ClosedError, InitializationError
 from phalanx.membership.client import kept_store, peek, underlying
-from phalanx.rpc.agent import Agent
 from phalanx.rpc.inquiry import LONG_S
 from phalanx.rpc.members import Member, needing_store
+from phalanx.rpc.worker import Worker
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
 from phalanx.system.threads import renew_engine, within
 from phalanx.topology.environment import place_with
 from phalanx.wire.key import Key, job_key
 from phalanx.words import format_named, tell
 
-__all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutdown", "wait_for_shutdown"]
+__all__ = ["begin", "current", "init", "on_init", "own_address", "shutdown", "wait_for_shutdown", "worker"]
 
 T = TypeVar("T")
 
@@ -48,15 +48,15 @@ _ATTEMPT_S = 5.0  # for one attempt to connect to the store of a job that this p
 JOIN_S = 60.0  # for connecting to a launcher's store
 _PART = "phalanx/rpc/part"
 
-_agent: Agent | None = None
+_worker: Worker | None = None
 _own_world: worlds.World | None = None  # that init() has joined, and shutdown() leaves
-# What the rooms of RPC do with a new agent: they register their services.
-_equip: list[Callable[[Agent], None]] = []
+# What the rooms of RPC do with a new worker: they register their services.
+_equip: list[Callable[[Worker], None]] = []
 _at_shutdown: list[Callable[[], None]] = []
 
 
-def on_init(equip: Callable[[Agent], None]) -> None:
-    """Have ``equip`` called with every agent of this process before other workers can find it."""
+def on_init(equip: Callable[[Worker], None]) -> None:
+    """Have ``equip`` called with every worker of this process before other workers can find it."""
     _equip.append(equip)
 
 
@@ -65,20 +65,20 @@ def on_shutdown(forget: Callable[[], None]) -> None:
     _at_shutdown.append(forget)
 
 
-def agent() -> Agent:
-    """Return this process's agent.
+def worker() -> Worker:
+    """Return this process's worker.
 
     Raises:
         ClosedError: it is no worker.
     """
-    if _agent is None:
+    if _worker is None:
         raise ClosedError("this process is not a worker: call rpc.init() first, on every rank that calls or is called")
-    return _agent
+    return _worker
 
 
-def current() -> Agent | None:
-    """Return this process's agent, or None."""
-    return _agent
+def current() -> Worker | None:
+    """Return this process's worker, or None."""
+    return _worker
 
 
 def begin(
@@ -91,24 +91,24 @@ def begin(
     typed_only: bool = False,
     warn_after_s: float = LONG_S,
     encrypt: bool | None = None,
-) -> Agent:
+) -> Worker:
     """Make this process a worker in a store. ``init`` and torch's ``init_rpc`` call it.
 
     Raises:
         InitializationError: it is a worker already, another has its name, or it cannot encrypt, and was to.
         BackendError: the system gives this process no more threads.
     """
-    global _agent
+    global _worker
 
-    def publish(agent: Agent) -> None:
-        global _agent
-        _agent = agent  # before others can find this worker: what they ask for may make calls of its own
+    def publish(worker: Worker) -> None:
+        global _worker
+        _worker = worker  # before others can find this worker: what they ask for may make calls of its own
 
     _require_none()
     key = job_key()
     renew_engine()
     try:
-        return Agent(
+        return Worker(
             store,
             name,
             rank,
@@ -121,14 +121,14 @@ def begin(
             encrypt=_encrypts(encrypt, key),
         )
     except BaseException:
-        _agent = None
+        _worker = None
         raise
 
 
 def _require_none() -> None:
-    if _agent is not None:
+    if _worker is not None:
         raise InitializationError(
-            f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
+            f"rpc.init() was called twice in this process, which is {_worker.me}; shut it down first"
         )
 
 
@@ -233,14 +233,14 @@ def shutdown(*, wait: bool = True, timeout_s: float = math.inf) -> None:
             this worker. A worker that is no rank does not wait.
         timeout_s: how long to wait, in seconds; then it leaves all the same, and says who had not come.
     """
-    made = _agent
+    made = _worker
     if made is None:
         return
     try:
         if wait and made.me.rank >= 0:
             _wait_for_others(made, timeout_s)
     finally:
-        if _agent is made:
+        if _worker is made:
             for forget in _at_shutdown:
                 forget()
         _close(made)
@@ -248,14 +248,14 @@ def shutdown(*, wait: bool = True, timeout_s: float = math.inf) -> None:
             worlds.close()
 
 
-def _close(made: Agent) -> None:
-    global _agent
-    if _agent is made:  # else another thread has closed it, and there may be a new one
-        _agent = None
+def _close(made: Worker) -> None:
+    global _worker
+    if _worker is made:  # else another thread has closed it, and there may be a new one
+        _worker = None
     made.close()
 
 
-def _wait_for_others(made: Agent, timeout_s: float) -> None:
+def _wait_for_others(made: Worker, timeout_s: float) -> None:
     late: list[Member] = []  # written by the thread that waits, and read once that has taken too long
 
     def wait() -> None:
@@ -281,7 +281,7 @@ def _wait_for_others(made: Agent, timeout_s: float) -> None:
         tell(f"warning: rpc.shutdown() ends without the others: {error}")
 
 
-def wait_for_shutdown(made: Agent, missing: Callable[[], list[Member]], timeout_s: float, waiting: int) -> None:
+def wait_for_shutdown(made: Worker, missing: Callable[[], list[Member]], timeout_s: float, waiting: int) -> None:
     """Wait until all others have come to ``shutdown``, or are gone.
 
     Nobody may have a link to one that is killed meanwhile, and so nobody would notice. So each who waits makes links to
@@ -346,7 +346,7 @@ def wait_for(
         if waited_s > timeout_s:
             raise InitializationError(f"waited {timeout_s:g} s {text(late)}")
         # A server that others call is where it should be: it waits for as long as they train.
-        idle_s = min(waited_s, time.monotonic() - _agent.active_at()) if _agent is not None else waited_s
+        idle_s = min(waited_s, time.monotonic() - _worker.active_at()) if _worker is not None else waited_s
         if idle_s > silent_s:
             silent_s = 4 * idle_s
             tell(f"waiting {text(late)}")

@@ -20,11 +20,11 @@ from typing import Any
 
 from phalanx.errors import CallTimeout, ClosedError
 from phalanx.rpc import session
-from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.codec import keep
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.rpc.worker import Incoming, Worker
 from phalanx.words import tell
 
 __all__ = ["Coming", "Offered", "Stream", "offer", "received"]
@@ -50,7 +50,7 @@ class _Raised:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._reduced is None:  # pickling may begin anew
-            self._reduced = _rebuilt, (Failure.of(self._error), session.agent().me)
+            self._reduced = _rebuilt, (Failure.of(self._error), session.worker().me)
         return self._reduced
 
 
@@ -72,9 +72,9 @@ class Offered:
     If it ends before the caller has taken the answer, such as one that has given up, the generator ends with it.
     """
 
-    def __init__(self, number: int, agent: Agent) -> None:
-        self._number, self._owner = number, agent.me
-        self._ending = weakref.finalize(self, agent.run_later, _drop, number)
+    def __init__(self, number: int, worker: Worker) -> None:
+        self._number, self._owner = number, worker.me
+        self._ending = weakref.finalize(self, worker.run_later, _drop, number)
         self._ending.atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -86,9 +86,9 @@ class _Source:
     """A generator, and the requests for its items that wait for it. One thread at a time runs it."""
 
     def __init__(
-        self, number: int, peer: Member, agent: Agent, items: Any, loop: Callable[[], asyncio.AbstractEventLoop]
+        self, number: int, peer: Member, worker: Worker, items: Any, loop: Callable[[], asyncio.AbstractEventLoop]
     ) -> None:
-        self.peer, self.agent = peer, agent
+        self.peer, self.worker = peer, worker
         self._number = number
         self._items = items
         self._loop = loop
@@ -110,7 +110,7 @@ class _Source:
             goes_on = self._ended or self._closed or self._at in self._asked
             self._running = goes_on
         if goes_on:
-            self.agent.run(self._go_on)
+            self.worker.run(self._go_on)
         return answer
 
     def close(self) -> None:
@@ -173,9 +173,9 @@ _numbers = itertools.count(1)
 
 def offer(peer: Member, items: Any, loop: Callable[[], asyncio.AbstractEventLoop]) -> Offered:
     """Keep a generator for the worker that called it."""
-    number, agent = next(_numbers), session.agent()
-    _sources[number] = _Source(number, peer, agent, items, loop)
-    return Offered(number, agent)
+    number, worker = next(_numbers), session.worker()
+    _sources[number] = _Source(number, peer, worker, items, loop)
+    return Offered(number, worker)
 
 
 def received(value: Any, timeout_s: float | None = None) -> Any:
@@ -190,13 +190,13 @@ class Stream(Iterator[Any]):
     """
 
     def __init__(self, coming: Coming, timeout_s: float | None) -> None:
-        agent = session.agent()
+        worker = session.worker()
         self._number, self._owner = coming.number, coming.owner
-        self._timeout_s = agent.timeout_s if timeout_s is None else timeout_s
+        self._timeout_s = worker.timeout_s if timeout_s is None else timeout_s
         self._coming: deque[Future[_Answer]] = deque()
         self._asked = 0
         self._ended = False
-        self._closing = weakref.finalize(self, agent.run_later, _close_there, agent, self._owner, self._number)
+        self._closing = weakref.finalize(self, worker.run_later, _close_there, worker, self._owner, self._number)
         self._closing.atexit = False
 
     def __next__(self) -> Any:
@@ -209,7 +209,7 @@ class Stream(Iterator[Any]):
         except TimeoutError as error:
             if isinstance(error, CallTimeout):
                 raise
-            late = session.agent().overdue(self._coming[0], self._timeout_s)
+            late = session.worker().overdue(self._coming[0], self._timeout_s)
             if late is None:  # it has come meanwhile
                 return next(self)
             raise late from None
@@ -233,16 +233,16 @@ class Stream(Iterator[Any]):
         self._closing()
 
     def _ask(self) -> None:
-        future = session.agent().request(
+        future = session.worker().request(
             self._owner, _NEXT, (self._number, self._asked), math.inf, asked="the next item of a generator"
         )
         self._coming.append(future)
         self._asked += 1
 
 
-def _close_there(agent: Agent, owner: Member, number: int) -> None:
+def _close_there(worker: Worker, owner: Member, number: int) -> None:
     with contextlib.suppress(ClosedError):  # then the owner learns that this worker has left
-        agent.notify(owner, _CLOSE, number)
+        worker.notify(owner, _CLOSE, number)
 
 
 def _on_next(incoming: Incoming, wanted: tuple[int, int]) -> Any:
@@ -265,22 +265,22 @@ def _drop(number: int) -> None:
         source.close()
 
 
-def _equip(agent: Agent) -> None:
-    agent.serve(_NEXT, _on_next)
-    agent.serve(_CLOSE, _on_close)
+def _equip(worker: Worker) -> None:
+    worker.serve(_NEXT, _on_next)
+    worker.serve(_CLOSE, _on_close)
 
     def changed(member: Member, _: str) -> None:
         for number, source in list(_sources.items()):
             if source.peer.incarnation == member.incarnation:
-                agent.run(_drop, number)
+                worker.run(_drop, number)
 
     def end() -> None:
         for number, source in list(_sources.items()):
-            if source.agent is agent:
+            if source.worker is worker:
                 _drop(number)
 
-    agent.on_change(changed)
-    agent.on_close(end)
+    worker.on_change(changed)
+    worker.on_close(end)
 
 
 session.on_init(_equip)

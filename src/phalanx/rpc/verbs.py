@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from phalanx.errors import ArgumentError, WorkerLost
 from phalanx.rpc import session, streams
-from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
 from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.codec import pickled_parts, sending
@@ -23,6 +22,7 @@ from phalanx.rpc.failure import RemoteTraceback
 from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import SentToMany
 from phalanx.rpc.members import Member
+from phalanx.rpc.worker import Incoming, Worker
 from phalanx.system import threads
 
 __all__ = ["ASKED", "CALL", "Asked", "call", "each", "name_of", "perform", "refuse_timeout", "start"]
@@ -81,7 +81,7 @@ def call(
     """
     if not retry:
         return start(to, function, *args, timeout_s=timeout_s, **kwargs).wait()
-    allowed = session.agent().timeout_s if timeout_s is None else timeout_s
+    allowed = session.worker().timeout_s if timeout_s is None else timeout_s
     until = time.monotonic() + allowed
     while True:
         try:
@@ -108,7 +108,7 @@ def start(
     if not isinstance(to, (str, int, Member)):
         return to._start_call(function, args, kwargs, timeout_s)
     return requests.request(
-        session.agent(),
+        session.worker(),
         to,
         CALL,
         (function, args, kwargs),
@@ -135,16 +135,16 @@ def each(
     Returns:
         A future for each worker, in their order.
     """
-    agent = session.agent()
+    worker = session.worker()
     if group is None:
-        group = [member for member in agent.members() if member != agent.me]
+        group = [member for member in worker.members() if member != worker.me]
     if contexts.current() is not None:  # each worker's part of the graph has edges of its own
         return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
     (head, buffers), kept = sending(ASKED.encode, (function, args, kwargs))
     name, made = name_of(function), partial(streams.received, timeout_s=timeout_s)
     with contextlib.closing(SentToMany(buffers)) as shared:
         return [
-            agent.request_encoded(to, CALL, head, shared, timeout_s, asked=name, kept=kept, made=made) for to in group
+            worker.request_encoded(to, CALL, head, shared, timeout_s, asked=name, kept=kept, made=made) for to in group
         ]
 
 
@@ -177,15 +177,15 @@ def name_of(function: object) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-_loops: dict[Agent, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
+_loops: dict[Worker, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
 _loop_lock = threading.Lock()
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop on which this worker awaits what others ask for; it has a thread of its own."""
-    agent = session.agent()
+    worker = session.worker()
     with _loop_lock:
-        if agent not in _loops:
+        if worker not in _loops:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="phalanx-rpc-asyncio", daemon=True)
             try:
@@ -193,14 +193,14 @@ def event_loop() -> asyncio.AbstractEventLoop:
             except BaseException:
                 loop.close()
                 raise
-            _loops[agent] = loop, thread
-            agent.on_close(lambda: _end_event_loop(agent))
-        return _loops[agent][0]
+            _loops[worker] = loop, thread
+            worker.on_close(lambda: _end_event_loop(worker))
+        return _loops[worker][0]
 
 
-def _end_event_loop(agent: Agent) -> None:
+def _end_event_loop(worker: Worker) -> None:
     with _loop_lock:
-        loop, thread = _loops.pop(agent)
+        loop, thread = _loops.pop(worker)
     loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join(_LOOP_END_S)
@@ -225,8 +225,8 @@ def _on_call(incoming: Incoming, asked: Asked) -> Any:
     return perform(incoming, *asked)
 
 
-def _equip(agent: Agent) -> None:
-    requests.serve(agent, CALL, _on_call, operator.itemgetter(0))
+def _equip(worker: Worker) -> None:
+    requests.serve(worker, CALL, _on_call, operator.itemgetter(0))
 
 
 session.on_init(_equip)

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 from phalanx.rpc import session
-from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Member
+from phalanx.rpc.worker import Worker
 from phalanx.system.threads import TimedQueue, start
 from phalanx.topology.table import format_table
 from phalanx.words import format_count, tell
@@ -35,7 +35,7 @@ def workers() -> list[Member]:
     Raises:
         ClosedError: this process is not a worker.
     """
-    return session.agent().members()
+    return session.worker().members()
 
 
 def describe() -> str:
@@ -47,7 +47,7 @@ def describe() -> str:
     Raises:
         ClosedError: this process is not a worker.
     """
-    me = session.agent().me
+    me = session.worker().me
     lines = [
         {
             "worker": f"{member.name} (this one)" if member.incarnation == me.incarnation else member.name,
@@ -64,15 +64,15 @@ def describe() -> str:
 class Watch:
     """A watch that was begun by :func:`watch`."""
 
-    def __init__(self, agent: Agent, callback: Callback, to: str | int | Member | None) -> None:
-        self._agent, self._callback, self._to = agent, callback, to
+    def __init__(self, worker: Worker, callback: Callback, to: str | int | Member | None) -> None:
+        self._worker, self._callback, self._to = worker, callback, to
         self._there: dict[int, Member] = {}
         self._over: set[int] = set()  # incarnations whose end has been told, and those that are not watched
         self._changes: TimedQueue[tuple[Member, str] | None] = TimedQueue()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-watch", daemon=True)
-        self._forget = agent.on_change(lambda member, event: self._changes.put((member, event)))
-        self._forget_end = agent.on_close(self.stop)
+        self._forget = worker.on_change(lambda member, event: self._changes.put((member, event)))
+        self._forget_end = worker.on_close(self.stop)
         try:
             start(self._thread)
         except BaseException:
@@ -102,7 +102,7 @@ class Watch:
                 self._note_end(*change)
 
     def _look(self) -> None:
-        for member in self._agent.members():
+        for member in self._worker.members():
             if member.incarnation in self._there or member.incarnation in self._over:
                 continue
             if not self._is_watched(member):
@@ -113,7 +113,7 @@ class Watch:
         for member in list(self._there.values()):
             if self._stopped:
                 return
-            if (departure := self._agent.reach(member, session.REACH_S)) is not None:
+            if (departure := self._worker.reach(member, session.REACH_S)) is not None:
                 self._note_end(member, "left" if departure.left else "lost")
 
     def _is_watched(self, member: Member) -> bool:
@@ -121,7 +121,7 @@ class Watch:
         if isinstance(to, Member):
             return member.incarnation == to.incarnation
         if to is None:
-            return member != self._agent.me
+            return member != self._worker.me
         return to == (member.name if isinstance(to, str) else member.rank)
 
     def _note_end(self, member: Member, event: str) -> None:
@@ -159,4 +159,4 @@ def watch(callback: Callback, to: str | int | Member | None = None) -> Watch:
         BackendError: the system gives this process no more threads.
     """
     require(watch, callback, to)
-    return Watch(session.agent(), callback, to)
+    return Watch(session.worker(), callback, to)

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from phalanx.errors import ClosedError, PhalanxError, WorkerLost
-from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.members import Member
 from phalanx.rpc.peer import facts_of
+from phalanx.rpc.worker import Incoming, Worker
 
 __all__ = ["Context", "Contexts", "contexts", "worker_id"]
 
@@ -83,7 +83,7 @@ class Contexts:
     """All contexts of this process."""
 
     def __init__(self) -> None:
-        self._agent: Agent | None = None
+        self._worker: Worker | None = None
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._released: OrderedDict[int, Member | None] = OrderedDict()  # and whose loss was the reason
@@ -91,34 +91,34 @@ class Contexts:
         self._numbers = itertools.count()
         self._edges = itertools.count()
 
-    def start(self, agent: Agent) -> None:
+    def start(self, worker: Worker) -> None:
         """Number contexts as those of this worker, and release what others release. Forget what an earlier one had."""
         with self._lock:
             self._contexts.clear()
             self._released.clear()
-            self._agent, self._worker_id = agent, worker_id(agent.me)
-            first = self._worker_id << COUNT_BITS | (agent.me.incarnation & 0xFFFF) << LIFE_BITS
+            self._worker, self._worker_id = worker, worker_id(worker.me)
+            first = self._worker_id << COUNT_BITS | (worker.me.incarnation & 0xFFFF) << LIFE_BITS
             self._numbers, self._edges = itertools.count(first), itertools.count(first)
-        agent.serve(RELEASE, self._on_release)
-        agent.on_change(self._on_gone)
-        agent.on_close(lambda: self._end(agent))
+        worker.serve(RELEASE, self._on_release)
+        worker.on_change(self._on_gone)
+        worker.on_close(lambda: self._end(worker))
 
-    def agent(self) -> Agent:
+    def worker(self) -> Worker:
         """This process as a worker.
 
         Raises:
             ClosedError: it is none.
         """
-        agent = self._agent  # another thread may end it
-        if agent is None:
+        worker = self._worker  # another thread may end it
+        if worker is None:
             raise ClosedError(
                 "distributed autograd needs workers: call rpc.init() first, on every rank that takes part"
             )
-        return agent
+        return worker
 
     def max_id(self) -> int:
         """The largest number that a context of this worker can have."""
-        self.agent()
+        self.worker()
         return self._worker_id << COUNT_BITS | (1 << COUNT_BITS) - 1
 
     def next_edge(self) -> int:
@@ -131,7 +131,7 @@ class Contexts:
         Raises:
             PhalanxError: this thread is in one.
         """
-        self.agent()
+        self.worker()
         if _current.get() is not None:
             raise PhalanxError(
                 "Already have an autograd context id for this thread: contexts do not nest; leave the other one first"
@@ -169,7 +169,7 @@ class Contexts:
             if context is not None or number in self._released:
                 return context
             context = self._contexts[number] = Context(number, sender)
-        if sender in self.agent().known_gone():  # so its end was told before there was a context to release
+        if sender in self.worker().known_gone():  # so its end was told before there was a context to release
             self.release(number, sender)
             return None
         return context
@@ -200,7 +200,7 @@ class Contexts:
             part.fail(_lost(lost, number) if lost is not None else released)
         for member in known:
             with contextlib.suppress(PhalanxError, OSError):  # that worker, or this one, is leaving
-                self.agent().notify(member, RELEASE, number)
+                self.worker().notify(member, RELEASE, number)
         return True
 
     def all(self) -> list[Context]:
@@ -235,10 +235,10 @@ class Contexts:
             for part in orphans:
                 part.fail(PhalanxError(f"{member}, which called backward(), is gone"))
 
-    def _end(self, agent: Agent) -> None:
-        if self._agent is not agent:
+    def _end(self, worker: Worker) -> None:
+        if self._worker is not worker:
             return  # it is another one meanwhile, which has forgotten all that
-        self._agent = None
+        self._worker = None
         for context in self.all():
             if context.parent is not None:  # the gradients of its own contexts can still be read
                 self.release(context.number)

@@ -33,11 +33,11 @@ import torch
 
 from phalanx.errors import ArgumentError, CallTimeout, PhalanxError
 from phalanx.rpc import session
-from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd.contexts import Context, contexts
 from phalanx.rpc.autograd.passes import GRADIENTS, Gradients, Key, Pass, Wanted
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.rpc.worker import Incoming, Worker
 
 __all__ = ["backward", "context", "get_gradients"]
 
@@ -47,12 +47,12 @@ _ASKED = "its part of backward()"
 _numbers = itertools.count(1)
 
 
-def _equip(agent: Agent) -> None:
-    contexts.start(agent)
-    agent.serve(MARK, _on_mark)
-    agent.serve(RUN, _on_run)
-    agent.serve(GRADIENTS, _on_gradients, quick=True)
-    agent.serve(CANCEL, _on_cancel)
+def _equip(worker: Worker) -> None:
+    contexts.start(worker)
+    worker.serve(MARK, _on_mark)
+    worker.serve(RUN, _on_run)
+    worker.serve(GRADIENTS, _on_gradients, quick=True)
+    worker.serve(CANCEL, _on_cancel)
 
 
 session.on_init(_equip)
@@ -120,9 +120,9 @@ def backward(
         )
     inside = contexts.get(context_id)
     _check(roots)
-    agent = contexts.agent()
+    worker = contexts.worker()
     with torch.autograd.profiler.record_function("torch::distributed::autograd::backward"):
-        _backward(agent, inside, roots, bool(retain_graph), agent.timeout_s if timeout_s is None else timeout_s)
+        _backward(worker, inside, roots, bool(retain_graph), worker.timeout_s if timeout_s is None else timeout_s)
 
 
 def _are_tensors(roots: Any) -> bool:
@@ -145,10 +145,12 @@ def _check(roots: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _backward(agent: Agent, inside: Context, roots: Sequence[torch.Tensor], keep_graph: bool, timeout_s: float) -> None:
-    number = (agent.me.incarnation, next(_numbers))
+def _backward(
+    worker: Worker, inside: Context, roots: Sequence[torch.Tensor], keep_graph: bool, timeout_s: float
+) -> None:
+    number = (worker.me.incarnation, next(_numbers))
     key = (inside.number, number)
-    part = Pass(agent, inside, number, keep_graph=keep_graph)
+    part = Pass(worker, inside, number, keep_graph=keep_graph)
     with inside.lock:
         inside.passes[number] = part
     others: set[Member] = set()
@@ -156,16 +158,16 @@ def _backward(agent: Agent, inside: Context, roots: Sequence[torch.Tensor], keep
     try:
         wanted = part.mark_roots(roots)
         while wanted:
-            others |= wanted.keys() - {agent.me}
+            others |= wanted.keys() - {worker.me}
             marks = [
-                agent.request(to, MARK, (key, keep_graph, edges), timeout_s, asked=_ASKED)
+                worker.request(to, MARK, (key, keep_graph, edges), timeout_s, asked=_ASKED)
                 for to, edges in wanted.items()
             ]
             wanted = {}
             for mark in marks:
                 for to, edges in mark.wait().items():
                     wanted.setdefault(to, []).extend(edges)
-        runs += [agent.request(other, RUN, key, timeout_s, asked=_ASKED) for other in others]
+        runs += [worker.request(other, RUN, key, timeout_s, asked=_ASKED) for other in others]
         for run in runs:
             run.add_done_callback(part.watch)
         part.run(roots)
@@ -175,7 +177,7 @@ def _backward(agent: Agent, inside: Context, roots: Sequence[torch.Tensor], keep
         keeper = _keeper(runs) if isinstance(error, CallTimeout) and error.asked == _ASKED else None
         for other in others:
             with contextlib.suppress(PhalanxError, OSError):
-                agent.notify(other, CANCEL, key)
+                worker.notify(other, CANCEL, key)
         if keeper is not None:
             raise keeper from None
         raise
@@ -209,7 +211,7 @@ def _on_mark(_: Incoming, asked: tuple[Key, bool, list[tuple[int, list[int]]]]) 
     with inside.lock:
         part = inside.passes.get(number)
         if part is None:
-            part = inside.passes[number] = Pass(contexts.agent(), inside, number, keep_graph=keep_graph)
+            part = inside.passes[number] = Pass(contexts.worker(), inside, number, keep_graph=keep_graph)
     return part.mark(wanted)
 
 

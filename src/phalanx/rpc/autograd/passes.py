@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from phalanx.errors import PhalanxError
-from phalanx.rpc.agent import Agent
 from phalanx.rpc.autograd.contexts import Context
 from phalanx.rpc.autograd.errors import blamed
 from phalanx.rpc.autograd.graph import Reach, Recv, Send
 from phalanx.rpc.autograd.local_run import Leaves, add, run_graph
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.rpc.worker import Worker
 
 __all__ = ["GRADIENTS", "Gradients", "Key", "Pass", "Wanted"]
 
@@ -42,14 +42,14 @@ class Pass:
     """One worker's part.
 
     Args:
-        agent: this worker.
+        worker: this worker.
         context: its context.
         number: the number of the pass, which is the second part of its key.
         keep_graph: whether the graph can be used again.
     """
 
-    def __init__(self, agent: Agent, context: Context, number: tuple[int, int], *, keep_graph: bool) -> None:
-        self._agent, self._context, self._number, self._keep_graph = agent, context, number, keep_graph
+    def __init__(self, worker: Worker, context: Context, number: tuple[int, int], *, keep_graph: bool) -> None:
+        self._worker, self._context, self._number, self._keep_graph = worker, context, number, keep_graph
         self._changed = threading.Condition()
         self._reach = Reach(context.number)
         self._leaves = Leaves()
@@ -75,7 +75,7 @@ class Pass:
         for edge, places in wanted:
             send = self._context.sends.get(edge)
             if send is None:
-                raise PhalanxError(f"{self._agent.me} knows no message {edge} in context {self._context.number}")
+                raise PhalanxError(f"{self._worker.me} knows no message {edge} in context {self._context.number}")
             known = self._live.setdefault(send, set())
             handles += [send.handles[place] for place in places if place not in known]
             known.update(places)
@@ -112,7 +112,7 @@ class Pass:
         except BaseException as error:
             if error is self._error:
                 raise
-            raise blamed(error, self._agent.me, self._latest) from error
+            raise blamed(error, self._worker.me, self._latest) from error
         with self._context.lock:
             add(self._context.gradients, self._leaves.gradients)
 
@@ -126,7 +126,7 @@ class Pass:
             del self._collected[recv]
         value = ((self._context.number, self._number), recv.edge, gradients)
         with torch.no_grad():
-            request = self._agent.request(recv.sender, GRADIENTS, value, math.inf, asked="backward()")
+            request = self._worker.request(recv.sender, GRADIENTS, value, math.inf, asked="backward()")
         request.add_done_callback(self.watch)
         with self._changed:
             self._owed.remove(recv.order)

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from phalanx.diagnosis.call_site import CallSite, capture
-from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd.contexts import contexts, worker_id
 from phalanx.rpc.autograd.graph import receive, send
 from phalanx.rpc.codec import PICKLED, Codec, decode, decoding_context, encode
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.rpc.worker import Incoming, Worker
 
 __all__ = ["Metadata", "request", "running_in", "serve", "unwrap", "wrap"]
 
@@ -45,7 +45,7 @@ def wrap(to: Member, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor
     inside = contexts.current()
     if inside is None:
         return list(tensors), None
-    if to.incarnation != contexts.agent().me.incarnation:
+    if to.incarnation != contexts.worker().me.incarnation:
         with inside.lock:
             if inside.released:
                 return list(tensors), None
@@ -103,7 +103,7 @@ def _described(function: Callable[..., Any]) -> str:
 
 
 def request(
-    agent: Agent,
+    worker: Worker,
     to: str | int | Member,
     service: str,
     value: Any,
@@ -113,40 +113,40 @@ def request(
     made: Callable[[Any], Any] | None = None,
     codec: Codec = PICKLED,
 ) -> Future[Any]:
-    """:meth:`Agent.request`; in a context, the tensors of ``value`` and of what is returned take part in it."""
+    """:meth:`Worker.request`; in a context, the tensors of ``value`` and of what is returned take part in it."""
     if contexts.current() is None:
-        return agent.request(to, service, value, timeout_s, asked=asked, made=made, codec=codec)
-    member = agent.member(to)
-    carried = _Carried(_arrive, agent.me, member, value, encode=codec.encode)
-    return agent.request(member, service + _IN_CONTEXT, carried, timeout_s, asked=asked, made=made)
+        return worker.request(to, service, value, timeout_s, asked=asked, made=made, codec=codec)
+    member = worker.member(to)
+    carried = _Carried(_arrive, worker.me, member, value, encode=codec.encode)
+    return worker.request(member, service + _IN_CONTEXT, carried, timeout_s, asked=asked, made=made)
 
 
 def serve(
-    agent: Agent,
+    worker: Worker,
     service: str,
     handler: Callable[[Incoming, Any], Any],
     function_of: Callable[[Any], Callable[..., Any]],
 ) -> None:
-    """:meth:`Agent.serve`, also for requests that were made in a context.
+    """:meth:`Worker.serve`, also for requests that were made in a context.
 
     Args:
-        agent, service, handler: as there.
+        worker, service, handler: as there.
         function_of: gives the user's function that a request asks for, which errors in its backward will name.
     """
-    agent.serve(service, handler)
+    worker.serve(service, handler)
 
     def handle(incoming: Incoming, arrived: tuple[Any, Metadata | None]) -> Any:
         value, metadata = arrived
         function = function_of(value)
 
         def answer(result: Any) -> _Carried:
-            return _Carried(_arrive_as_value, agent.me, incoming.peer, result, metadata, function)
+            return _Carried(_arrive_as_value, worker.me, incoming.peer, result, metadata, function)
 
         with running_in(metadata, function):
             result = handler(incoming, value)
         return result.then(answer) if isinstance(result, Future) else answer(result)
 
-    agent.serve(service + _IN_CONTEXT, handle)
+    worker.serve(service + _IN_CONTEXT, handle)
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Messages, and the contract between the agent of a process (``rpc/agent.py``) and a link to another process.
+"""Messages, and the contract between a worker (``rpc/worker.py``) and its link to another process.
 
 A message is a request, the answer to one, or a notice that nobody answers. It has a head, which ``codec.py`` makes, and
 the memory of tensors beside it, so that a link can hand that on without a copy.
@@ -91,7 +91,7 @@ class Message:
     Attributes:
         kind: what it is for.
         call: the number of the request, unique among those of the process that made it; an answer has its request's.
-        service: the name of what is asked for (``Agent.serve``); empty in an answer.
+        service: the name of what is asked for (``Worker.serve``); empty in an answer.
         head: what was pickled, or what the typed encoding wrote.
         buffers: the memory beside it.
     """
@@ -112,15 +112,15 @@ class Message:
 
 
 class Receiver(Protocol):
-    """The side of the agent: a link calls these from threads of its own."""
+    """The side of the worker: a link calls these from threads of its own."""
 
     def deliver(self, link: Link, message: Message, *, may_block: bool) -> None:
         """A message has come.
 
         Args:
             link: where it came from.
-            message: the message. Its memory belongs to the agent from now on.
-            may_block: whether another thread takes over the receiving if this call takes long. Then the agent may run
+            message: the message. Its memory belongs to this worker from now on.
+            may_block: whether another thread takes over the receiving if this call takes long. Then this worker may run
                 what the message asks for on this thread; otherwise the call returns soon.
         """
 
@@ -146,7 +146,7 @@ class Link(ABC):
     MOST_BUFFERS = (1 << 32) - 1
 
     name: str  # for people: ``shared memory``, ``tcp``
-    peer: Peer | None = None  # at the other end, from when the agent knows the link to its end
+    peer: Peer | None = None  # at the other end, from when this worker knows the link to its end
     silent_s = 0.0  # for how long its host has not acknowledged what was sent
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 The core (``native/csrc/rpc/*.c``) moves the messages: small ones through a ring, large ones through a slab that stays
 mapped, so that what is received is read where it lies. Here they are put together and taken apart, and given to the
-agent. Threads of the hub sleep in the core, and one of them returns with each message, so a handler may run on it; a
+worker. Threads of the hub sleep in the core, and one of them returns with each message, so a handler may run on it; a
 thread that waits for an answer receives it itself (:meth:`SharedLink.wait`).
 
 Two processes meet so: one makes an offer, which the other gets over a proven connection and accepts; when the first has

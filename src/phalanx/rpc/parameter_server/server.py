@@ -17,10 +17,10 @@ import torch
 
 from phalanx.errors import ArgumentError, CheckpointError
 from phalanx.rpc import session
-from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.parameter_server.sharing import Piece
+from phalanx.rpc.worker import Incoming, Worker
 from phalanx.training import checkpoint
 from phalanx.words import tell
 
@@ -263,13 +263,13 @@ _ACTIONS: dict[str, Callable[[Shard, Member, Any], Any]] = {
 class _Server:
     """The shards of one worker, by name."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._lock = threading.Lock()
         self._shards: dict[str, Shard] = {}
-        agent.serve(ATTACH, self._on_attach)
-        agent.serve(ASK, self._on_ask)
-        agent.on_change(self._on_change)
+        worker.serve(ATTACH, self._on_attach)
+        worker.serve(ASK, self._on_ask)
+        worker.on_change(self._on_change)
 
     def _on_change(self, member: Member, _: str) -> None:
         for shard in list(self._shards.values()):
@@ -285,7 +285,7 @@ class _Server:
         with self._lock:
             shard = self._shards.get(name)
             if shard is None:
-                path = Path(f"{settings.checkpoint}.{self._agent.me.name}") if settings.checkpoint else None
+                path = Path(f"{settings.checkpoint}.{self._worker.me.name}") if settings.checkpoint else None
                 if path is not None and path.exists():
                     shard = Shard.restored(settings, pieces, path)
                 elif values is not None:
@@ -295,13 +295,13 @@ class _Server:
                 self._shards[name] = shard
         if list(shard.pieces) != list(pieces):
             raise ArgumentError(
-                f"{self._agent.me} has other parameters under the name {name!r}: all trainers must give the same model "
-                f"and the same servers, and two models need two names"
+                f"{self._worker.me} has other parameters under the name {name!r}: all trainers must give the same "
+                f"model and the same servers, and two models need two names"
             )
         if not trains:
             return shard.pull(incoming.peer)
         pulled = shard.add(incoming.peer)
-        if incoming.peer in self._agent.known_gone():  # it died meanwhile, before there was a trainer to drop
+        if incoming.peer in self._worker.known_gone():  # it died meanwhile, before there was a trainer to drop
             shard.drop(incoming.peer)
         return pulled
 
@@ -312,8 +312,8 @@ class _Server:
         return _ACTIONS[what](shard, incoming.peer, value) if shard is not None else None
 
 
-def _equip(agent: Agent) -> None:
-    _Server(agent)
+def _equip(worker: Worker) -> None:
+    _Server(worker)
 
 
 session.on_init(_equip)

@@ -14,11 +14,11 @@ from torch import nn
 
 from phalanx.errors import ArgumentError, ClosedError, RankError, WorkerLost
 from phalanx.rpc import session
-from phalanx.rpc.agent import Agent
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.parameter_server.server import ASK, ATTACH, BOUNDED, MODES, SYNCHRONOUS, Pulled, Settings
 from phalanx.rpc.parameter_server.sharing import Piece, shared_out
+from phalanx.rpc.worker import Worker
 from phalanx.wrong_arguments import require
 
 __all__ = ["Parameters", "parameters"]
@@ -41,7 +41,7 @@ class Parameters:
 
     def __init__(
         self,
-        agent: Agent,
+        worker: Worker,
         model: nn.Module,
         on: Sequence[Server],
         settings: Settings,
@@ -50,7 +50,7 @@ class Parameters:
         *,
         trains: bool,
     ) -> None:
-        self._agent, self._settings, self._name = agent, settings, name
+        self._worker, self._settings, self._name = worker, settings, name
         self._restore_s, self._trains = restore_s, trains
         self._servers, self._places = list(on), range(len(on))
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -116,7 +116,7 @@ class Parameters:
             hook.remove()
         for server in self._servers:
             try:
-                self._agent.request(server, ASK, (self._name, "leave", None)).wait()
+                self._worker.request(server, ASK, (self._name, "leave", None)).wait()
             except (WorkerLost, ClosedError):
                 continue  # a server that is gone waits for nobody, nor does one wait for a worker that has shut down
 
@@ -137,7 +137,7 @@ class Parameters:
             yield place, self._answer(place, future, what, values[place])
 
     def _start(self, place: int, what: str, value: Any) -> Future[Any]:
-        return self._agent.request(self._servers[place], ASK, (self._name, what, value), asked="parameters")
+        return self._worker.request(self._servers[place], ASK, (self._name, what, value), asked="parameters")
 
     def _answer(self, place: int, started: Future[Any], what: str, value: Any) -> Any:
         """Wait for an answer; where the server has lost its shard, restore that, and ask again."""
@@ -159,7 +159,7 @@ class Parameters:
         while True:
             asked = (self._name, settings, pieces, values, self._trains)
             try:
-                pulled = self._agent.request(self._servers[place], ATTACH, asked, asked="parameters").wait()
+                pulled = self._worker.request(self._servers[place], ATTACH, asked, asked="parameters").wait()
             except (WorkerLost, RankError):
                 if time.monotonic() > until:
                     raise
@@ -297,4 +297,4 @@ def parameters(
         os.fspath(checkpoint) if checkpoint is not None else "",
         checkpoint_steps,
     )
-    return Parameters(session.agent(), model, on, settings, name, restore_s, trains=trains)
+    return Parameters(session.worker(), model, on, settings, name, restore_s, trains=trains)

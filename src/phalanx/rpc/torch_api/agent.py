@@ -20,10 +20,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.errors import ArgumentError, InitializationError, PhalanxError, RankError
 from phalanx.rpc import session
-from phalanx.rpc.agent import Agent, Member
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import LEFT
 from phalanx.rpc.torch_api.torch_names import api, cpp, stand_in
+from phalanx.rpc.worker import Member, Worker
 from phalanx.system.host import this_host
 from phalanx.words import tell
 
@@ -144,9 +144,9 @@ class TensorPipeAgent:
         return [value.decode() for value in self.store.multi_get(keys)]
 
     @property
-    def phalanx(self) -> Agent:
+    def phalanx(self) -> Worker:
         """The agent that moves the messages."""
-        return session.agent()
+        return session.worker()
 
     def member(self, to: Any) -> Member:
         """The worker that torch calls so."""

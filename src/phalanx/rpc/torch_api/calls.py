@@ -19,13 +19,13 @@ import torch
 from torch.futures import Future
 
 from phalanx.errors import CallTimeout, PhalanxError
-from phalanx.rpc.agent import Member
 from phalanx.rpc.autograd.requests import unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import RemoteObject
 from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
 from phalanx.rpc.torch_api.torch_names import internal, stand_in
+from phalanx.rpc.worker import Member
 
 __all__ = ["CALL", "FETCH", "Answer", "Call", "RpcTimeout", "call", "fetch", "operator_call", "wait_all"]
 

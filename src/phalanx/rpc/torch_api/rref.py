@@ -22,13 +22,13 @@ import torch
 from torch.futures import Future
 
 from phalanx.errors import CallTimeout, PhalanxError
-from phalanx.rpc.agent import Member
 from phalanx.rpc.autograd import engine
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, RemoteObject, Table, table_of
 from phalanx.rpc.torch_api.agent import agent
 from phalanx.rpc.torch_api.calls import call, fetch, note_reference, operator_call
 from phalanx.rpc.torch_api.torch_names import api, autograd, cpp, internal, rref_proxy, stand_in
+from phalanx.rpc.worker import Member
 from phalanx.words import tell
 
 __all__ = ["Identity", "PyRRef", "RRef"]

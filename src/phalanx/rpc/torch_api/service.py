@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from phalanx.rpc import session
-from phalanx.rpc.agent import Agent, Incoming, Member
 from phalanx.rpc.autograd.requests import running_in, unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.objects import Owned, table_of
@@ -15,11 +14,12 @@ from phalanx.rpc.torch_api import profiling
 from phalanx.rpc.torch_api.agent import agent
 from phalanx.rpc.torch_api.calls import CALL, FETCH, Answer, Call, noted_references, pickle_errors
 from phalanx.rpc.torch_api.torch_names import internal
+from phalanx.rpc.worker import Incoming, Member, Worker
 
 __all__: list[str] = []
 
 
-def _equip(own: Agent) -> None:
+def _equip(own: Worker) -> None:
     own.serve(CALL, _on_call)
     own.serve(FETCH, _on_fetch)
 
@@ -48,7 +48,7 @@ def _on_call(incoming: Incoming, message: tuple[Any, ...]) -> Any:
 
 def _value(holder: Member, name: Any) -> Owned:
     """The value of a name of this worker's table, which may not have been made yet; ``holder`` has a reference."""
-    table = table_of(session.agent())
+    table = table_of(session.worker())
     table.note(holder, [name], [])
     return table.find(name)
 

@@ -32,16 +32,16 @@ from phalanx.system.threads import within
 from phalanx.wire.key import Key
 from phalanx.words import tell
 
-__all__ = ["Agent", "Incoming", "Member"]
+__all__ = ["Incoming", "Member", "Worker"]
 
 LEAVE_S = 5.0  # for the store, when this worker leaves
 
 
-class Agent:
+class Worker:
     """This process as a worker. One at a time, from ``rpc.init()`` to ``rpc.shutdown()``.
 
     Args:
-        store: the job's store, with a prefix that no other agents use.
+        store: the job's store, with a prefix that no other workers use.
         name: this worker's name, unique among the living workers.
         rank: its rank, or -1.
         key: the job's key.
@@ -67,7 +67,7 @@ class Agent:
         key: Key,
         address: str,
         timeout_s: float = 60.0,
-        equip: Sequence[Callable[[Agent], None]] = (),
+        equip: Sequence[Callable[[Worker], None]] = (),
         *,
         typed_only: bool = False,
         long_s: float = LONG_S,
@@ -124,8 +124,8 @@ class Agent:
 
         Args:
             service: its name.
-            handler: gets the request and its value, on one of the agent's threads. What it returns is the answer; if it
-                is a :class:`~phalanx.rpc.future.Future`, its value will be. What it raises goes to the caller.
+            handler: gets the request and its value, on one of this worker's threads. What it returns is the answer; if
+                it is a :class:`~phalanx.rpc.future.Future`, its value will be. What it raises goes to the caller.
             quick: the handler never waits and is short, so it may run on a thread that receives messages.
             codec: how requests are read and answers are written.
         """
@@ -180,7 +180,7 @@ class Agent:
             to: the worker; a ``Member`` is that incarnation only. It may be this process itself.
             service: the service's name.
             value: any value that the codec can encode. Tensors in it are sent beside it.
-            timeout_s: until the answer; the agent's default if None; infinity for no limit.
+            timeout_s: until the answer; this worker's default if None; infinity for no limit.
             asked: the call in words, for errors; the service's name by default.
             made: makes the future's value of the answer.
             codec: how the value is written and the answer is read; by pickle unless it says otherwise.
