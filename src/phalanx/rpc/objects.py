@@ -138,6 +138,13 @@ class Table:
             found = [(name, [each.name for each in held.values() if each.incarnation != me]) for name, held in named]
         return [(name, holders) for name, holders in found if holders]
 
+    def is_known(self, owner: Member, number: Name) -> bool:
+        """Return whether an owner has said that it knows of this process's hold, and no other word is on its way."""
+        with self.lock:
+            telling = self.telling.get(owner)
+            is_told = number in self.told.get(owner, ()) and owner not in self.unsure
+            return is_told and telling is not None and not telling.locked()
+
     def tell(self, owner: Member, number: Name = 0) -> None:
         """Make this process's holds known to an owner, or one of them; return when they are."""
         with self.lock:
@@ -318,7 +325,8 @@ class RemoteObject:
 def _arrive(owner: Member, number: Name, type_name: str) -> RemoteObject:
     reference = RemoteObject(owner, number, type_name)
     table = _table()
-    codec.arrived(lambda: table.tell(owner, number))
+    if not table.is_known(owner, number):
+        codec.arrived(lambda: table.tell(owner, number))
     return reference
 
 

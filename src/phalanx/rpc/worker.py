@@ -397,7 +397,7 @@ class Worker:
 
     def _take_answer(self, peer: Peer, message: Message) -> None:
         call = self._calls.take(peer, message.call)
-        wants_receipt = message.service == RECEIPT
+        wants_receipt, used = message.service == RECEIPT, False
         if call is None:  # the caller has given up
             peer.given_up.pop(message.call, None)
         else:
@@ -406,13 +406,13 @@ class Worker:
             except Exception as error:
                 call.future.set_exception(error)
             else:
-                if wants_receipt:
+                if wants_receipt and to_settle:
                     self.run(self._settle_answer, call, message.kind, value, to_settle)
-                else:
-                    call.complete(message.kind, value)
-                return
+                    return
+                call.complete(message.kind, value)
+                used = True
         if wants_receipt:
-            self._handlers.run(self._send_receipt, peer, message.call, False)
+            self._handlers.run(self._send_receipt, peer, message.call, used)
 
     def _settle_answer(self, call: Call, kind: Kind, value: Any, to_settle: list[Callable[[], None]]) -> None:
         try:
