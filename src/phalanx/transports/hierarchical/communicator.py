@@ -19,7 +19,6 @@ from datetime import timedelta
 import torch
 
 from phalanx.diagnosis.ends import tell_of_failure
-from phalanx.errors import PhalanxError
 from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Gone
 from phalanx.transports.contract import Communicator, Message
@@ -106,11 +105,7 @@ class HierarchicalCommunicator(Reductions, Copies):
         self.messages.end()
 
     def compare_rest(self, patience_s: float) -> None:
-        # Of the ranks of this host; the leaders have compared theirs before a call is done.
-        try:
-            self.local.compare_rest(patience_s)
-        except PhalanxError as error:
-            self.call.__exit__(type(error), error, None)
+        self.call.compare_last(patience_s)
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Find those of these ranks that have gone (``membership/liveness.py``)."""

@@ -285,6 +285,7 @@ class PresentCall:
         self._before: _Words | None = None
         self._number = 0  # of the present call, equal for equal calls
         self._error: BaseException | None = None
+        self._has_told = False  # a message has raised why the group is broken
         self.count, self.inside, self.since = 0, False, 0.0
 
     def named(
@@ -322,8 +323,17 @@ class PresentCall:
 
     def error_of_message(self, error: BaseException, message: str) -> PhalanxError:
         """Return what a message raises, given what was found, and the message; any thread may call it."""
+        self._has_told = True
         found = self._reason.error(error, message, self.timeout_s, of_message=True)
         return found if isinstance(found, PhalanxError) else PeerLost(str(found))
+
+    def compare_last(self, patience_s: float) -> None:
+        """Compare the last calls of the ranks of this host; the leaders have compared theirs before a call is done."""
+        if self._local is not None and self._error is None and not self._has_told:
+            try:
+                self._local.compare_rest(patience_s)
+            except PhalanxError as error:
+                self.__exit__(type(error), error, None)
 
     def __enter__(self) -> int:
         """Begin it; return its number."""
