@@ -92,7 +92,7 @@ class PeerLost(_OfRank, PhalanxError):
 
     @classmethod
     def gone(cls, way: str, rank: int, pid: int, waiting: str, text: str = "", /, **known: Any) -> PeerLost:
-        """A rank has gone; ``waiting`` says which rank needed it, and in which call.
+        """Make the error for a rank that has gone; ``waiting`` says which rank needed it, and in which call.
 
         Args:
             way: one of ``Way`` (``membership/protocol.py``).

@@ -90,7 +90,7 @@ class Job:
         return JobStore(connections, timedelta(seconds=20), None if who.rank else self.server)
 
     def all_have_joined(self) -> bool:
-        """Whether every rank has, within a time."""
+        """Return whether every rank joins, within a time."""
         return soon(lambda: not self.ranks[0].describe_missing())
 
     def everybody(self) -> list[JobStore]:

@@ -21,7 +21,7 @@ SCALE = int(os.environ.get("PHALANX_STRESS_SCALE", "1"))
 
 
 class Receiver:
-    """What the worker sees of a link."""
+    """Keep what a worker sees of a link."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []

@@ -75,7 +75,7 @@ class MessageWork(LateFuture, Handle):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors. A caller that has one waits, so the group's timeout counts from here."""
+        """Return a future of the tensors. A caller that has one waits, so the group's timeout counts from here."""
         outcome = self.future_of(self._outcome)
         if not self.is_completed():
             self._message.expect()

@@ -59,7 +59,7 @@ class LateFuture:
     _completed = False
 
     def future_of(self, outcome: Callable[[Any], list[torch.Tensor]]) -> torch.futures.Future[Any]:
-        """A future of what ``outcome`` returns or raises, once :meth:`settle` was called."""
+        """Return a future of what ``outcome`` returns or raises, once :meth:`settle` was called."""
         with self._lock:
             first, base = self._future is None, self._future or torch.futures.Future()
             self._future = base
@@ -69,7 +69,7 @@ class LateFuture:
         return base.then(outcome)
 
     def settle(self) -> torch.futures.Future[Any] | None:
-        """The future to be completed by the caller, without the group's lock; None if there is none, or it was."""
+        """Return the future for the caller to complete, without the group's lock; None if there is none, or it was."""
         with self._lock:
             future, self._completed = None if self._completed else self._future, True
         return future
@@ -140,7 +140,7 @@ class Operation(LateFuture):
         return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s)
 
     def future(self) -> torch.futures.Future[Any]:
-        """A future of the result tensors."""
+        """Return a future of the result tensors."""
         return self.future_of(self._outcome)
 
     def _outcome(self, _: object) -> list[torch.Tensor]:

@@ -255,7 +255,7 @@ class Membership:
             self._loop.thread.join(_CLOSING_S)
 
     def let_go(self) -> None:
-        """In a forked child, in which the loop has closed its files: nothing is known any more."""
+        """Forget everything in a forked child, in which the loop has closed its files."""
         self.changed = threading.Condition(threading.RLock())
         self.connected, self._closed = False, True
 

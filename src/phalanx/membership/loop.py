@@ -88,7 +88,7 @@ class Loop:
             self.close()
 
     def let_go(self) -> None:
-        """In a forked child: close the parent's files, without the selector's own list, which the parent shares."""
+        """Close the parent's files in a forked child, without the selector's own list, which the parent shares."""
         self._lock, self._open = threading.RLock(), False
         for key in list(self.selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):

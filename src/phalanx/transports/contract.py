@@ -2,8 +2,8 @@
 
 A communicator moves contiguous CPU tensors between the ranks of one group. ``c10d/collectives.py`` unpacks torch's
 options and lists, and ``c10d/progress.py`` keeps the order of operations. A new transport is a class that implements
-the abstract methods here; the others have defaults that are made of them. In which order
-it adds it says by a trait, which the suite of the contract (``tests/world/contract.py``) reads.
+the abstract methods here; the others have defaults that are made of them. In which order it
+adds it says by a trait, which the suite of the contract (``tests/world/contract.py``) reads.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def message_text(verb: str, peer: str, tensor: torch.Tensor | None) -> str:
 
 
 def with_site(words: str, site: str | None = None) -> str:
-    """What a rank does, with the line of its program that calls it: by default this thread's; without if not known."""
+    """Add the line of the program that makes a call to its words: by default this thread's; none if it is not known."""
     site = call_site() if site is None else site
     return f"{words} at {site}" if site else words
 
@@ -340,4 +340,4 @@ class Communicator(ABC):
 
     def rest(self) -> None:
         """Move messages along, and sleep until one may be done, for less than a tenth of a second."""
-        time.sleep(0.0005)
+        time.sleep(0.0005)  # MPI wakes nobody when a message has come

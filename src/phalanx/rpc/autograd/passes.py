@@ -91,7 +91,7 @@ class Pass:
     # Gradients
 
     def arrive(self, edge: int, gradients: Gradients) -> None:
-        """The gradients of a message that this worker sent have come."""
+        """Take the gradients of a message that this worker sent."""
         with self._changed:
             self._arrived[edge] = gradients
             self._changed.notify_all()

@@ -230,7 +230,7 @@ class SocketLink(Link):
             self._stop_reading()
 
     def ready(self) -> None:
-        """Something has come; a thread of ``readers`` calls this."""
+        """Read what has come; a thread of ``readers`` calls this."""
         if not self._reading.acquire(False):
             return
         try:

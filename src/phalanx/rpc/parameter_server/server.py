@@ -156,7 +156,7 @@ class Shard:
             return self._pulled()
 
     def rows(self, _: Member, wanted: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
-        """Rows of pieces, by the pieces' numbers and the rows' within them."""
+        """Return rows of pieces, by the pieces' numbers and the rows' within them."""
         with self._lock, torch.no_grad():
             return [self._values[number].index_select(0, rows) for number, rows in wanted]
 

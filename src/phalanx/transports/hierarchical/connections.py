@@ -91,7 +91,7 @@ class _Listener:
             self._loop.thread.join(_ENDING_S)
 
     def let_go(self) -> None:
-        """In a forked child: close what is the parent's."""
+        """Close what is the parent's in a forked child."""
         self._door.let_go()
         self._loop.let_go()
 

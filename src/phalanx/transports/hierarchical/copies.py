@@ -169,7 +169,7 @@ class Copies(Schedules):
             self._exchange(call, {root: output}, dict(enumerate(inputs or ())), inside)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """The receiver of a part compares its size with what it expects: the two alone know it."""
+        """Send each part to its receiver, which compares its size with what it expects: the two alone know it."""
         given, expected = ([tensor.nbytes for tensor in tensors] for tensors in (inputs, outputs))
         with self.call.exchanging(inputs[0].dtype, given, expected) as call:
             to, parts = ([tensors[rank] for rank in self.layout.here] for tensors in (outputs, inputs))

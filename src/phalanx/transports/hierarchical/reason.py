@@ -54,7 +54,7 @@ class CallsDiffer(Exception):
 
 
 class Crossed(Exception):
-    """Two ranks have called two lines in different orders, and the user wants that to be an error; says which."""
+    """Error for two lines that two ranks have called in different orders, if the user wants one; it says which."""
 
 
 class Reason:

@@ -404,14 +404,14 @@ class SharedMemoryCommunicator(Communicator):
 
 
 def _fill(pointers: _Pointers, tensors: Sequence[torch.Tensor]) -> _Pointers:
-    """The address of each tensor."""
+    """Return the address of each tensor."""
     for index, tensor in enumerate(tensors):
         pointers[index] = tensor.data_ptr()
     return pointers
 
 
 def _fill_evenly(pointers: _Pointers, whole: torch.Tensor, nbytes: int) -> _Pointers:
-    """The addresses of a tensor's pieces of ``nbytes`` each."""
+    """Return the addresses of a tensor's pieces of ``nbytes`` each."""
     at = whole.data_ptr()
     for index in range(len(pointers)):
         pointers[index] = at
@@ -422,7 +422,7 @@ def _fill_evenly(pointers: _Pointers, whole: torch.Tensor, nbytes: int) -> _Poin
 def _fill_unevenly(
     pointers: _Pointers, sizes: ctypes.Array[ctypes.c_uint64], whole: torch.Tensor, counts: Sequence[int]
 ) -> _Pointers:
-    """The addresses and sizes of a tensor's pieces of so many elements each."""
+    """Return the addresses and sizes of a tensor's pieces of so many elements each."""
     at, itemsize = whole.data_ptr(), whole.element_size()
     for index, count in enumerate(counts):
         pointers[index] = at
