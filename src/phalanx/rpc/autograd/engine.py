@@ -187,7 +187,7 @@ def _backward(
 
 
 def _keeper(runs: Sequence[Future[None]]) -> CallTimeout | None:
-    """The timeout of the worker that computes or does not answer; the others only wait for gradients.
+    """Return the timeout of the worker that computes or does not answer; the others only wait for gradients.
 
     All parts have the same time, so each has ended, or is about to.
     """
