@@ -54,7 +54,7 @@ WAYS: dict[str, tuple[Callable[[], object], str]] = {
     "raises": (fail, "has failed (Fault: this batch is empty) while"),
 }
 Step = tuple[Any, str]
-REACH, SEGMENT, SIGHT = (segment, "_reach"), (segment, "_make_segment"), (segment, "_see_each_other")
+REACH, SEGMENT = (segment, "_reach"), (segment, "_make_segment")
 OPEN, GATHER, ISLANDS = (device, "open_device"), (importlib.import_module("phalanx.world"), "gather"), "find_hosts"
 
 
@@ -252,7 +252,7 @@ def test_rank_that_ends_as_soon_as_it_is_in_disturbs_nobody() -> None:
 @pytest.mark.parametrize(
     ("by", "victim", "step", "torchrun"),
     [
-        ("init", 1, SIGHT, True),
+        ("init", 1, REACH, True),
         ("init", 0, GATHER, False),
         pytest.param("torch", 1, REACH, True, marks=long),
         pytest.param("init", 0, OPEN, False, marks=long),

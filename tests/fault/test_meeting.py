@@ -88,7 +88,7 @@ def test_all_ranks_together_have_the_timeout_to_come() -> None:
 
 def test_every_rank_that_did_not_come_is_named() -> None:
     def body(member: Member) -> None:
-        with pytest.raises(InitializationError, match="ranks 1, 2 did not come"):
+        with pytest.raises(InitializationError, match="ranks 1-2 did not come"):
             SharedMemoryCommunicator(member.store(), 0, 3, timedelta(seconds=0.2))
 
     on_ranks(body, 1)

@@ -109,21 +109,6 @@ static void a_rank_that_cannot_read_proc_takes_no_other_for_dead(void)
     phx_close(comm);
 }
 
-static void a_rank_that_is_not_the_process_it_says_is_not_seen(void)
-{
-    phx_comm *comm = segment(2);
-    const int fd = memfd_create("another", MFD_CLOEXEC);
-    uint32_t by, whom;
-    beside->places[1].pid = 1;
-    phx_look(comm, fd);
-    phx_look(beside, fd);
-    REQUIRE(phx_all_seen(comm, &by, &whom) == PHX_OK && by == 0 && whom == 1);
-    REQUIRE(phx_all_seen(beside, &by, &whom) == PHX_OK && by == 0 && whom == 1);
-    close(fd);
-    phx_close(beside);
-    phx_close(comm);
-}
-
 static void *come_after_a_long_stop(void *argument)
 {
     char byte = 0;
@@ -156,7 +141,6 @@ static void time_in_which_the_waiter_did_not_run_does_not_count(void)
 
 int main(void)
 {
-    a_rank_that_is_not_the_process_it_says_is_not_seen();
     time_in_which_the_waiter_did_not_run_does_not_count();
     one_thread_of_a_rank_is_describing();
     a_rank_that_cannot_read_proc_takes_no_other_for_dead();

@@ -159,17 +159,6 @@ static void one_collective(phx_comm *comm, int rank, int turn, unsigned kind, un
     }
 }
 
-static void meet(phx_comm *comm, int rank)
-{
-    const int turn = -1;
-    uint32_t by, whom;
-    int status;
-    phx_look(comm, segment);
-    while ((status = phx_all_seen(comm, &by, &whom)) == PHX_UNDER_WAY)
-        sched_yield();
-    REQUIRE(status == PHX_OK && by == PHX_NOBODY && whom == PHX_NOBODY);
-}
-
 static void leave(phx_comm *comm, int rank)
 {
     const int turn = turns;
@@ -201,7 +190,7 @@ static void *run_rank(void *argument)
     if (mapped == MAP_FAILED || phx_share_memory(views[rank], mapped, SHARED_BYTES) != PHX_OK)
         abort();
     pthread_barrier_wait(&everyone);
-    meet(views[rank], rank);
+    phx_look(views[rank]);
     pthread_t mail;
     if (ranks > 1)
         pthread_create(&mail, NULL, pass_messages, argument);

@@ -31,7 +31,7 @@ from phalanx.system.host import this_host
 from phalanx.system.threads import AwakeClock
 from phalanx.words import format_named, tell
 
-__all__ = ["OFFER", "RendezvousStore", "error_of", "meeting_within", "part_of", "time_left"]
+__all__ = ["OFFER", "RendezvousStore", "meeting_within", "part_of", "time_left"]
 
 # How often a rank that waits looks for ranks that have gone; in a large group each look costs the store some requests.
 _LOOK_S = 0.5
@@ -305,16 +305,6 @@ def _rank_of(key: str) -> int:
     """Return the rank of the group that writes a key; -1 if its name does not say that."""
     last = key.rpartition("/")[2]
     return 0 if key == OFFER else int(last) if last.isdecimal() else -1
-
-
-def error_of(store: Store, otherwise: str, *, late: bool = False) -> InitializationError:
-    """Return the error of a rank that finds the ranks not to meet: which has gone, if that is known.
-
-    ``otherwise`` is the text if it is not. ``late``: they have not come in time, so one may be stopped as well.
-    """
-    if not isinstance(store, RendezvousStore):
-        return InitializationError(otherwise)
-    return (store.find_late() if late else store.await_gone()) or InitializationError(otherwise)
 
 
 def part_of(store: Store, name: str) -> Store:

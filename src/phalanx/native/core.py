@@ -11,7 +11,7 @@ from types import ModuleType
 
 from phalanx.errors import BackendError
 
-ABI = 35
+ABI = 36
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 SENT = 1  # PHX_SENT
 TEXT_BYTES = 376
@@ -138,9 +138,7 @@ def library() -> ctypes.CDLL:
         ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
         ("phx_open", comm, [c_int, c_uint32, c_char_p, c_uint32, Poll]),
         ("phx_close", None, [comm]),
-        ("phx_look", None, [comm, c_int]),
-        ("phx_all_seen", c_int, [comm, POINTER(c_uint32), POINTER(c_uint32)]),
-        ("phx_sees", c_int, [comm, c_uint32]),
+        ("phx_look", None, [comm]),
         ("phx_going", c_int, [comm, c_uint32, POINTER(c_uint32)]),
         ("phx_compare_rest", c_int, [comm, c_uint64]),
         ("phx_begin_parts", None, [comm, c_uint64]),

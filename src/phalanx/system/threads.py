@@ -86,14 +86,6 @@ def wait_awake(wait: Callable[[float], bool], timeout_s: float | None, clock: Aw
     return True
 
 
-def ended_early(began_s: float, timeout_s: float) -> bool:
-    """Return whether a wait that began then, by ``time.monotonic()``, has failed for another reason than its timeout.
-
-    Stores and Gloo raise one class of error for both; less than half of the timeout is no timeout.
-    """
-    return time.monotonic() - began_s < timeout_s / 2
-
-
 # -- what may never return, such as asking a host that may be gone -------------------------------------
 
 _STEP_S = 0.1  # of a wait; more than that does not count of a time in which the process was stopped

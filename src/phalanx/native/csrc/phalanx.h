@@ -24,7 +24,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 35
+#define PHX_ABI 36
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -127,21 +127,13 @@ PHX_API uint32_t phx_abi(void);
 PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes,
                                uint64_t stream_bytes, const uint8_t *cookie);
 
-/* Map a formatted segment as one rank, once. `fd` must stay open until phx_all_seen() has returned PHX_OK. A wait
- * checks `spin` times for its peer before it yields the core; a wait for a message sleeps at once if that is 0. `poll`
- * may be NULL. Returns NULL with errno set: EPROTO if the file is not the segment of this cookie. */
+/* Map a formatted segment as one rank, once. A wait checks `spin` times for its peer before it yields the core; a wait
+ * for a message sleeps at once if that is 0. `poll` may be NULL. Returns NULL with errno set: EPROTO if the file is not
+ * the segment of this cookie. */
 PHX_API phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll);
 
-/* Look at the processes of all other ranks, once all have opened the segment, and publish whether each is what it
- * says. */
-PHX_API void phx_look(phx_comm *comm, int fd);
-
-/* PHX_OK when every rank has looked: then `whom` is PHX_NOBODY, or the rank that `by` does not see, the same on every
- * rank. PHX_UNDER_WAY while rank `by` has not looked yet, PHX_PEER_LOST if it is gone. */
-PHX_API int phx_all_seen(const phx_comm *comm, uint32_t *by, uint32_t *whom);
-
-/* Return whether phx_look() has found the process of `rank`. */
-PHX_API int phx_sees(const phx_comm *comm, uint32_t rank);
+/* Look at the processes of all other ranks, once all have opened the segment and before any other call. */
+PHX_API void phx_look(phx_comm *comm);
 
 /* Return how `rank` stands to the group (enum phx_going), also once it is broken, and its pid. By any thread. */
 PHX_API int phx_going(const phx_comm *comm, uint32_t rank, uint32_t *pid);

@@ -4,11 +4,10 @@ All of it are memfds that group rank 0 makes and the others reach through ``/pro
 (docs/design/transports.md says why). A rank that can open the segment and reads the right cookie is on the same host.
 
 The ranks meet under one key, ``offer``. Rank 0 deletes it before it publishes the outcome, and every other key carries
-the offer's cookie, so no meeting takes anything of an earlier one for its own. A rank that gives up while rank 0 still
-waits takes its answer back, and may come again to the same offer.
+the offer's cookie, so no meeting takes anything of an earlier one for its own.
 
-When all have attached, each looks whether it sees the others' processes, by descriptors of the segment that they hold
-open meanwhile: else it could not learn of their deaths. What they have seen they exchange in the segment itself.
+Who finds the segment under rank 0's pid has the same ``/proc`` as rank 0. So if a rank finds itself there, all others
+find it as well, and learn of its death.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import mmap
 import os
 import secrets
 import stat
-import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -30,12 +28,11 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
 from phalanx.membership.client import peek
-from phalanx.membership.rendezvous_store import OFFER, RendezvousStore, error_of
-from phalanx.native.core import NOBODY, Status, library
-from phalanx.system.threads import AwakeClock, ended_early
+from phalanx.membership.rendezvous_store import OFFER, RendezvousStore
+from phalanx.native.core import Status, library
 from phalanx.transports.contract import Communicator
 from phalanx.transports.shm.tuning import Tuning
-from phalanx.words import format_limit
+from phalanx.words import format_limit, format_named
 
 __all__ = ["NotOneHost", "join_segment", "share_parts"]
 
@@ -43,12 +40,7 @@ _Outcome = tuple[str, str, tuple[int, int, str] | tuple[()]]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
 
 OUTCOME_GRACE = timedelta(seconds=5)
-SIGHT_S = 5.0  # how long to wait for a rank that one cannot see, and so cannot know to be alive
-NAP_S = 0.0005
-_SHORTEST_WAIT_S = 0.1  # rather than none, which would mean no limit
-LOOK_S = 0.5  # how often a rank that waits for others to look tells whether one is stopped
 MAX_RANKS = 1024  # PHX_MAX_RANKS
-_ENDED_WAIT = "the store ended the wait before its time"
 
 
 class NotOneHost(InitializationError):
@@ -89,11 +81,12 @@ def join_segment(
     descriptor = -1
     try:
         if rank == 0:
-            cookie = secrets.token_bytes(16)
+            name = secrets.token_hex(16)
+            cookie = bytes.fromhex(name)
             descriptor, reason = _make_segment(size, tuning, cookie)
             if not reason:
                 comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            missing, apart, blamed = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
+            missing, apart, blamed = _offer(store, size, timeout, descriptor, name, reason)
         else:
             pid, number, name = json.loads(_await_offer(store, size, timeout))
             cookie, reason = bytes.fromhex(name), ""
@@ -101,31 +94,24 @@ def join_segment(
                 descriptor, reason = _reach(pid, number)
                 if not reason:
                     comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            answer, outcome = f"{name}/answer/{rank}", f"{name}/outcome"
-            store.set(answer, json.dumps(reason))
-            try:
-                # Longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
-                _wait(store, outcome, timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the store has gone
-                    store.delete_key(answer)
-                raise
-            missing, apart, blamed = json.loads(store.get(outcome))
+            store.set(f"{name}/answer/{rank}", json.dumps(reason))
+            # Longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
+            _wait(store, f"{name}/outcome", timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
+            missing, apart, blamed = json.loads(store.get(f"{name}/outcome"))
         if blamed:
             raise InitializationError.of_rank(missing, *blamed)
         if missing:
             raise InitializationError(f"rank {rank}: {missing}")
         if isinstance(store, RendezvousStore):
-            store.all_have_come()  # before any rank can be through, and make the next world in the same store
+            store.all_have_come()
+        if store.add(f"{name}/read", 1) == size:
+            store.delete_key(f"{name}/outcome")
+            store.delete_key(f"{name}/read")
         if apart:
-            raise NotOneHost(apart, cookie.hex())
+            raise NotOneHost(apart, name)
         if comm is None:
             raise InitializationError(f"rank {rank} came to a group of {size} ranks that had been made ({reason})")
-        apart = _see_each_other(store, comm, descriptor, rank, timeout.total_seconds())
-        if rank == 0:
-            store.delete_key(f"{cookie.hex()}/outcome")  # all have read it, else they would not have looked
-        if apart:
-            raise NotOneHost(apart, cookie.hex())
+        library().phx_look(comm)
     except BaseException:
         if comm is not None:
             library().phx_close(comm)
@@ -133,7 +119,7 @@ def join_segment(
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    return comm, cookie.hex()
+    return comm, name
 
 
 def _offer(
@@ -168,13 +154,10 @@ def _offer(
 
 
 def _await_offer(store: Store, size: int, timeout: timedelta) -> bytes:
-    """Rank 0's offer. It may be taken back between two requests; then a ``get`` would wait in silence for another."""
-    began = time.monotonic()
-    offer = None
-    while offer is None:
-        left_s = max(_SHORTEST_WAIT_S, timeout.total_seconds() - (time.monotonic() - began))
-        _wait(store, OFFER, timedelta(seconds=left_s), f"rank 0 did not come to a group of {size} ranks")
-        offer = peek(store, OFFER)
+    _wait(store, OFFER, timeout, f"rank 0 did not come to a group of {size} ranks")
+    offer = peek(store, OFFER)  # a ``get`` would wait in silence for another one
+    if offer is None:
+        raise InitializationError(f"rank 0 did not come to a group of {size} ranks: it has just given up")
     return offer
 
 
@@ -224,6 +207,7 @@ def _reach(pid: int, number: int) -> tuple[int, str]:
     try:
         if not stat.S_ISREG(os.fstat(seen).st_mode):
             return -1, f"another file is there (/proc/{pid}/fd)"
+        os.readlink("/proc/self")  # else nobody would find this rank there
         return os.open(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_CLOEXEC), ""
     except OSError as error:
         return -1, f"{error.strerror} (/proc/{pid}/fd)"
@@ -231,92 +215,33 @@ def _reach(pid: int, number: int) -> tuple[int, str]:
         os.close(seen)
 
 
-def _see_each_other(store: Store, comm: int, descriptor: int, rank: int, timeout_s: float) -> str:
-    """Look at the other ranks' processes, and wait until all ranks have looked.
-
-    Returns:
-        Which rank does not see which, the same text on every rank; empty if all see all.
-
-    Raises:
-        InitializationError: a rank has ended, or did not look in time.
-    """
-    core, by, whom = library(), ctypes.c_uint32(), ctypes.c_uint32()
-    core.phx_look(comm, descriptor)
-    clock, next_look_s = AwakeClock(), LOOK_S
-    while (status := core.phx_all_seen(comm, ctypes.byref(by), ctypes.byref(whom))) != Status.OK:
-        waited_s = clock.now()
-        unseen = core.phx_sees(comm, by.value) == 0
-        if status == Status.PEER_LOST:
-            raise error_of(store, f"rank {rank}: rank {by.value} of the group ended while the ranks met")
-        if waited_s > (limit_s := min(SIGHT_S, timeout_s) if unseen else timeout_s):
-            raise error_of(
-                store,
-                f"rank {rank}: rank {by.value} of the group had attached to the shared segment, and did not look for "
-                f"the others within {format_limit(limit_s)}. Has it ended, or is it stopped?",
-                late=True,
-            )
-        if waited_s >= next_look_s:
-            next_look_s = waited_s + LOOK_S
-            if isinstance(store, RendezvousStore):
-                store.look()
-        time.sleep(NAP_S)
-    if whom.value == NOBODY:
-        return ""
-    return (
-        f"rank {by.value} does not see the process of rank {whom.value}, so it could not learn of its end: has one of "
-        f"them a pid namespace of its own?"
-    )
-
-
 def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, answer: str) -> _Outcome:
     """The outcome, given rank 0's own answer: why it cannot attach."""
     keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
-    began = time.monotonic()
-    texts: dict[int, bytes] = {}
-    while len(texts) < len(keys):
-        left_s = timeout.total_seconds() - (time.monotonic() - began)
-        absent = _absent(store, keys, timedelta(seconds=max(_SHORTEST_WAIT_S, left_s)))
-        if not absent:
-            texts = {peer: text for peer, key in keys.items() if (text := peek(store, key)) is not None}
-            if left_s <= 0:
-                absent = sorted(keys.keys() - texts.keys())  # else a rank has just given up, and may come again
-        if absent:
-            names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
-            late = (
-                f"{names} did not come within {format_limit(timeout.total_seconds())}. Was each rank started, and does "
-                f"each create the same groups in the same order?"
-            )
-            return late, "", ()
-    answers = [answer, *map(json.loads, texts.values())]
+    try:
+        store.wait(list(keys.values()), timeout)
+    except InitializationError:
+        raise  # a rank has gone
+    except RuntimeError:
+        absent = [peer for peer, key in keys.items() if not store.check([key])]
+        late = (
+            f"{format_named('rank', absent)} did not come within {format_limit(timeout.total_seconds())}. Was each "
+            f"rank started, and does each create the same groups in the same order?"
+        )
+        return late, "", ()
+    answers = [answer, *map(json.loads, store.multi_get(list(keys.values())))]
     for key in keys.values():
         store.delete_key(key)
     apart = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(answers) if text)
     return "", apart, ()
 
 
-def _absent(store: Store, keys: Mapping[int, str], timeout: timedelta) -> list[int]:
-    """Wait for the keys of these ranks, with one deadline for all; the ranks whose keys are not there by then."""
-    began = time.monotonic()
-    try:
-        store.wait(list(keys.values()), timeout)
-    except InitializationError:
-        raise  # a rank has gone
-    except RuntimeError as error:
-        if ended_early(began, timeout.total_seconds()):
-            raise InitializationError(f"rank 0 could not wait for the other ranks: {_ENDED_WAIT} ({error})") from error
-        return [peer for peer, key in keys.items() if not store.check([key])]
-    return []
-
-
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
-    began = time.monotonic()
     try:
         store.wait([key], timeout)
     except InitializationError:
         raise  # a rank has gone
     except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
-        if ended_early(began, timeout.total_seconds()):
-            raise InitializationError(f"{otherwise}: {_ENDED_WAIT} ({error})") from error
         raise InitializationError(f"{otherwise} within {format_limit(timeout.total_seconds())} ({error})") from error
 
 

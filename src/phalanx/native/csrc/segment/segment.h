@@ -26,11 +26,9 @@
  * magic .. cookie
  *             who makes the file, before each rank as it opens    before: the file has the wrong size, nobody opens it;
  *             anybody can open it        the segment              after: it is complete
- * pid, fd,    the rank as it opens the   all, once they have met  before: the ranks do not finish meeting; after: found
- * recorder    segment                    through the store        gone. `fd` is good until all have stored `sees`; the
- *                                                                 program may close the recorder's, so readers compare
- * sees        the rank, once, release,   all, acquire             before: found gone; after: the ranks finish meeting,
- *             when it has looked at all                           and the first to wait for it finds it gone
+ * pid,        the rank as it opens the   all, once they have met  before: the ranks do not finish meeting; after: found
+ * recorder    segment                    through the store        gone. The program may close the recorder's
+ *                                                                 descriptor, so readers compare
  * going       the rank as it goes,       who waits, once a slice, before: found gone, and nobody knows how it went;
  *             release; it lowers it only acquire                  after: the others know, and have all that it sent
  *             to open the segment again
@@ -105,10 +103,9 @@ struct phx_place {
     _Alignas(PHX_LINE) _Atomic uint32_t bell, listening;
     _Alignas(PHX_LINE) uint64_t tensor[PHX_SLOTS];
     _Alignas(PHX_LINE) uint32_t pid; /* as the rank's own /proc counts */
-    int32_t fd;
     struct phx_recorder_file recorder;
     struct phx_breakage breakage;
-    _Atomic uint32_t sees, going, described;
+    _Atomic uint32_t going, described;
     char text[PHX_TEXT];
 };
 

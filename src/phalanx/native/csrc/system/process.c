@@ -11,7 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 uint32_t phx_own_pid(void)
@@ -79,17 +78,6 @@ enum phx_sight phx_process_again(uint32_t pid, const struct phx_process *known)
     if (known->start_time && now.start_time && known->start_time != now.start_time)
         return PHX_GONE;
     return known->image && now.image && known->image != now.image ? PHX_EXECED : PHX_RUNNING;
-}
-
-int phx_process_holds(uint32_t pid, int theirs, int fd)
-{
-    char path[48];
-    struct stat own, other;
-    snprintf(path, sizeof path, "/proc/%u/fd/%d", pid, theirs);
-    if (fstat(fd, &own) != 0 || stat(path, &other) != 0)
-        return 0;
-    errno = ENOENT;
-    return own.st_dev == other.st_dev && own.st_ino == other.st_ino;
 }
 
 uint32_t phx_usable_cores(void)

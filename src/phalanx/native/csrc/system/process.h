@@ -29,9 +29,6 @@ enum phx_sight phx_process_read(uint32_t pid, struct phx_process *process);
  * counts as PHX_GONE. */
 enum phx_sight phx_process_again(uint32_t pid, const struct phx_process *known);
 
-/* Return whether descriptor `theirs` of the process is the same file as `fd` of this one: 1, or 0 with errno set. */
-int phx_process_holds(uint32_t pid, int theirs, int fd);
-
 /* Return how many cores this process may use. */
 uint32_t phx_usable_cores(void);
 
