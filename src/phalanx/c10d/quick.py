@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from ctypes import addressof
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from inspect import unwrap
-from types import CodeType, ModuleType, SimpleNamespace
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.autograd import profiler
 from torch.utils import _python_dispatch
 
 from phalanx.c10d.work import DoneWork
+from phalanx.diagnosis.snapshot import KIND_NUMBERS
 from phalanx.native.core import quick_entry
 from phalanx.transports.operands import DTYPES, OP_NAMES, OP_NUMBERS, REDUCIBLE, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -33,41 +35,57 @@ from phalanx.transports.shm.mailbox import Mailbox
 
 __all__ = ["prepared_module", "quicken", "quicken_messages"]
 
-# In the order of enum entry_option_class (native/csrc_entry/entry.h). Then: has it an operation, has it a root.
-_OPTIONS = (
-    (types.AllreduceOptions, True, False),
-    (types.ReduceOptions, True, True),
-    (types.ReduceScatterOptions, True, False),
-    (types.BroadcastOptions, False, True),
-    (types.AllgatherOptions, False, False),
-    (types.BarrierOptions, False, False),
-)
+# Of the collectives that the module does: the options, and whether these have an operation, and a root.
+_OPTIONS = {
+    "all_reduce": (types.AllreduceOptions, True, False),
+    "reduce": (types.ReduceOptions, True, True),
+    "reduce_scatter": (types.ReduceScatterOptions, True, False),
+    "broadcast": (types.BroadcastOptions, False, True),
+    "all_gather": (types.AllgatherOptions, False, False),
+    "barrier": (types.BarrierOptions, False, False),
+}
 _SIGNED_64 = 8
 
 
 def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
     """Give a process group its quick methods, if there can be any. They find by themselves that the group is closed."""
-    entry = _entry(group, communicator.handle, communicator)
-    if entry is not None:
-        vars(group).update(entry.methods())
+    vars(group).update(_methods(group, communicator.handle, communicator, communicator.mailbox))
 
 
 def quicken_messages(group: Any, mailbox: Mailbox) -> None:
     """Give a process group over several hosts the quick methods of messages."""
-    entry = _entry(group, mailbox.comm, SimpleNamespace(_mailbox=mailbox, _fail=None))
-    if entry is not None:
-        methods = entry.methods()
-        vars(group).update({name: methods[name] for name in ("send", "recv", "send_now", "recv_now")})
+    methods = _methods(group, mailbox.comm, None, mailbox)
+    vars(group).update({name: methods[name] for name in ("send", "recv", "send_now", "recv_now") if methods})
 
 
-def _entry(group: Any, handle: int, owner: Any) -> Any:
-    """The core's side of the quick methods; None if there can be none, or torch's hooks are to see every call."""
+def _methods(
+    group: Any, handle: int, communicator: SharedMemoryCommunicator | None, mailbox: Mailbox
+) -> dict[str, Callable[..., Any]]:
+    """The quick methods by their names; none if there can be none, or torch's hooks are to see every call."""
     module = prepared_module()
     if module is None or group.hooked:
-        return None
-    recorded = group.recorded
-    counts = 0 if recorded is None else addressof(recorded)
-    return module.Entry(group, handle, group.rank(), group.size(), group._progress, owner, counts, recorded)
+        return {}
+    recorded, progress = group.recorded, group._progress
+    entry = module.Entry(
+        handle,
+        group.rank(),
+        group.size(),
+        0 if recorded is None else addressof(recorded),
+        # In the order of its struct in entry.h.
+        weakref.ref(group),
+        progress.queue,
+        progress.state,
+        progress.running.acquire,
+        progress.running.release,
+        None if communicator is None else communicator._fail,
+        mailbox,
+        mailbox.inside,
+        mailbox.fail,
+        communicator,
+        recorded,
+    )
+    # No functions of their own: pybind11 takes a built-in one for the C++ method, and would not ask for it.
+    return {name: partial(entry.call, which) for which, name in enumerate(module.NAMES)}
 
 
 @cache
@@ -100,10 +118,10 @@ def prepared_module() -> ModuleType | None:
         torch._C._len_torch_function_stack,
         text_of_call,
     )
-    for which, (kind, has_op, has_root) in enumerate(_OPTIONS):
+    for name, (kind, has_op, has_root) in _OPTIONS.items():
         layout = _layout(module, kind, has_op, has_root)
         if layout is not None:
-            module.set_options(which, kind, *layout)
+            module.set_options(KIND_NUMBERS[name], kind, *layout)
     return module
 
 

@@ -114,8 +114,9 @@ static int64_t number_at(const char *value, int32_t at)
     return number;
 }
 
-int entry_usual(const struct entry_options *options, PyObject *object, int *op, int64_t *root)
+int entry_usual(uint32_t kind, PyObject *object, int *op, int64_t *root)
 {
+    const struct entry_options *options = &entry_process.options[kind];
     if (!options->kind || (PyObject *)Py_TYPE(object) != options->kind)
         return 0;
     const char *value = value_of(object);

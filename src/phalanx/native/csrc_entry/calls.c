@@ -151,16 +151,6 @@ static int read_only_one(PyObject *list, PyObject **object, struct entry_tensor 
     return plain;
 }
 
-/* Return whether the options of a call are the usual ones (entry_usual()). */
-static int is_usual(uint32_t kind, PyObject *options, int *op, int64_t *root)
-{
-    static const enum entry_option_class CLASSES[] = {
-        [PHX_ALL_REDUCE] = ENTRY_ALL_REDUCE_OPTIONS, [PHX_REDUCE] = ENTRY_REDUCE_OPTIONS,
-        [PHX_BROADCAST] = ENTRY_BROADCAST_OPTIONS,   [PHX_REDUCE_SCATTER] = ENTRY_REDUCE_SCATTER_OPTIONS,
-        [PHX_ALL_GATHER] = ENTRY_ALL_GATHER_OPTIONS, [PHX_BARRIER] = ENTRY_BARRIER_OPTIONS};
-    return entry_usual(&entry_process.options[CLASSES[kind]], options, op, root);
-}
-
 static int call_core(entry *self, uint32_t kind, const struct entry_tensor *tensor, uint32_t op, uint32_t root)
 {
     switch (kind) {
@@ -206,7 +196,7 @@ PyObject *entry_call_with_one(entry *self, uint32_t kind, PyObject *const *args,
     PyObject *object;
     int op;
     int64_t root;
-    if (nargs != 2 || !is_usual(kind, args[1], &op, &root))
+    if (nargs != 2 || !entry_usual(kind, args[1], &op, &root))
         return ENTRY_NOT_ME;
     const int plain = read_only_one(args[0], &object, &tensor);
     if (plain <= 0)
@@ -253,7 +243,7 @@ PyObject *entry_call_with_both(entry *self, uint32_t kind, PyObject *const *args
     int op, status;
     int64_t root;
     uint32_t site;
-    if (nargs != 3 || !is_usual(kind, args[2], &op, &root))
+    if (nargs != 3 || !entry_usual(kind, args[2], &op, &root))
         return ENTRY_NOT_ME;
     const int gathers = kind == PHX_ALL_GATHER;
     PyObject *whole = args[gathers ? 0 : 1], *part = args[gathers ? 1 : 0];
@@ -281,7 +271,7 @@ PyObject *entry_barrier(entry *self, uint32_t kind, PyObject *const *args, Py_ss
     int op, status;
     int64_t root;
     uint32_t site;
-    if (nargs != 1 || !is_usual(kind, args[0], &op, &root))
+    if (nargs != 1 || !entry_usual(kind, args[0], &op, &root))
         return ENTRY_NOT_ME;
     const int entered = enter_group(self, &site);
     if (entered <= 0)

@@ -86,9 +86,9 @@ struct entry_options {
     int64_t no_timeout;   /* the timeout of options that were given none */
 };
 
-/* Returns 1 if `object` is such options of a synchronous call without a timeout of its own, and gets its operation (-1
- * if it has none) and root (likewise); else 0. */
-int entry_usual(const struct entry_options *options, PyObject *object, int *op, int64_t *root);
+/* Returns 1 if `object` is such options of a synchronous call of this enum phx_kind, without a timeout of its own, and
+ * gets its operation (-1 if it has none) and root (likewise); else 0. */
+int entry_usual(uint32_t kind, PyObject *object, int *op, int64_t *root);
 
 /* -- site.c ------------------------------------------------------------------------------------------------------- */
 
@@ -102,15 +102,14 @@ struct entry_codes {
     PyObject *running;              /* has the place of the queued operation that this thread runs (call_site.py) */
     PyObject *site;                 /* an interned name */
     struct {
-        PyObject *code;             /* held; NULL: free */
+        PyObject *code;             /* held, so that no other code gets its address; NULL: free */
         int inside;                 /* it is torch's or ours, and passed over */
-    } known[ENTRY_CODES];
-    size_t count;
+    } known[ENTRY_CODES];           /* answers, each in the one place that its code has: a later one replaces it */
     struct {
         PyObject *code;             /* held */
         long instruction;
         uint32_t number;
-    } sites[ENTRY_SITES];           /* numbers that were asked for before */
+    } sites[ENTRY_SITES];           /* numbers, likewise */
 };
 
 /* The recorder's number of the place where this thread's call comes from; 0 if it is not known. Returns -1 with an
@@ -126,16 +125,6 @@ int entry_is_called_by(PyObject *code);
 
 /* -- a process, and its groups ------------------------------------------------------------------------------------- */
 
-enum entry_option_class {
-    ENTRY_ALL_REDUCE_OPTIONS,
-    ENTRY_REDUCE_OPTIONS,
-    ENTRY_REDUCE_SCATTER_OPTIONS,
-    ENTRY_BROADCAST_OPTIONS,
-    ENTRY_ALL_GATHER_OPTIONS,
-    ENTRY_BARRIER_OPTIONS,
-    ENTRY_OPTION_CLASSES
-};
-
 #define ENTRY_OPS 16
 
 /* What is the same for all groups; filled in once, by the thread that imports the module, before any group has an
@@ -143,7 +132,7 @@ enum entry_option_class {
 struct entry_process {
     struct entry_tensors tensors;
     struct entry_codes codes;
-    struct entry_options options[ENTRY_OPTION_CLASSES];
+    struct entry_options options[PHX_SEND]; /* by enum phx_kind, of the collectives that the entry does */
     uint32_t ops[ENTRY_OPS];         /* the core's number of each operation of torch's */
     PyObject *profiling, *modes;     /* the dictionaries with the flags that say whether somebody watches calls */
     PyObject *function_modes;        /* counts this thread's modes for torch's functions */

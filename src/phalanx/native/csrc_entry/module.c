@@ -11,30 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MOST_ARGUMENTS 3 /* of a quick call */
-
 _Static_assert(offsetof(entry, busy) == offsetof(entry, objects[ENTRY_OBJECTS]), "these are all objects");
 
-/* Free an object of one of the module's types, without what it holds. */
-static void free_object(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
-}
-
 /* -- a group's methods: each does the usual call in C and hands all others to the class's own method --------------- */
-
-/* An object of its own and not a built-in function: pybind11 takes a built-in for its own method, and would call the
- * C++ one in its place where C++ asks for the group's. */
-typedef struct {
-    PyObject ob_base;
-    entry *entry;
-    entry_quick_call quick;
-    uint32_t kind;
-    PyObject *name; /* also that of the method in Python, which does all that the quick one does not */
-} method;
 
 static const struct {
     const char *name;
@@ -56,87 +35,49 @@ static const struct {
     {"recv", entry_move_listed, PHX_RECV},
 };
 
+#define METHOD_COUNT (sizeof METHODS / sizeof *METHODS)
+
+static PyObject *names; /* a tuple with the name of each, also that of the method in Python */
+
 /* Call the class's own method. */
-static PyObject *call_python(method *self, PyObject *args, PyObject *keywords)
+static PyObject *call_python(entry *self, PyObject *name, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords)
 {
-    PyObject *group = PyWeakref_GetObject(self->entry->group); /* borrowed */
+    PyObject *group = PyWeakref_GetObject(self->group); /* borrowed */
     if (!group || group == Py_None) {
         PyErr_SetString(PyExc_ReferenceError, "the process group of this method no longer exists");
         return NULL;
     }
-    PyObject *own = Py_BuildValue("(O)", group); /* which keeps the group */
-    PyObject *given = own ? PySequence_Concat(own, args) : NULL;
-    PyObject *function = given ? PyObject_GetAttr((PyObject *)Py_TYPE(group), self->name) : NULL;
-    PyObject *result = function ? PyObject_Call(function, given, keywords) : NULL;
+    PyObject *given = PyTuple_New(nargs + 1), *named = keywords ? PyDict_New() : NULL;
+    PyObject *function = PyObject_GetAttr((PyObject *)Py_TYPE(group), name), *result = NULL;
+    for (Py_ssize_t i = 0; given && i <= nargs; i++) {
+        PyObject *each = i ? args[i - 1] : group;
+        Py_INCREF(each);
+        PyTuple_SetItem(given, i, each);
+    }
+    for (Py_ssize_t i = 0; named && i < PyTuple_Size(keywords); i++)
+        if (PyDict_SetItem(named, PyTuple_GetItem(keywords, i), args[nargs + i]))
+            Py_CLEAR(named);
+    if (given && function && !PyErr_Occurred())
+        result = PyObject_Call(function, given, named);
     Py_XDECREF(function);
+    Py_XDECREF(named);
     Py_XDECREF(given);
-    Py_XDECREF(own);
     return result;
 }
 
-static PyObject *method_call(PyObject *object, PyObject *args, PyObject *keywords)
+/* call(which, ...): one of METHODS. */
+static PyObject *entry_call(PyObject *object, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords)
 {
-    method *self = (method *)object;
-    PyObject *given[MOST_ARGUMENTS], *result = ENTRY_NOT_ME;
-    Py_ssize_t nargs = PyTuple_Size(args);
-    for (Py_ssize_t i = 0; i < nargs && i < MOST_ARGUMENTS; i++)
-        given[i] = PyTuple_GetItem(args, i);
+    entry *self = (entry *)object;
+    const size_t which = nargs-- ? PyLong_AsSize_t(*args++) : METHOD_COUNT;
+    if (which >= METHOD_COUNT)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there is no such method");
     /* torch.distributed gives the options by position, except for a barrier's. */
-    PyObject *options = keywords && PyDict_Size(keywords) == 1 ? PyDict_GetItemString(keywords, "opts") : NULL;
-    if (options && nargs < MOST_ARGUMENTS)
-        given[nargs++] = options;
-    if (nargs <= MOST_ARGUMENTS && (!keywords || options || !PyDict_Size(keywords)))
-        result = self->quick(self->entry, self->kind, given, nargs);
-    return result == ENTRY_NOT_ME ? call_python(self, args, keywords) : result;
-}
-
-static int method_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT((PyObject *)((method *)object)->entry);
-    return 0;
-}
-
-static void method_dealloc(PyObject *object)
-{
-    method *self = (method *)object;
-    PyObject_GC_UnTrack(object);
-    Py_XDECREF((PyObject *)self->entry);
-    Py_XDECREF(self->name);
-    free_object(object);
-}
-
-static PyType_Slot method_slots[] = {
-    {Py_tp_dealloc, method_dealloc},
-    {Py_tp_traverse, method_traverse}, /* a queued call may hold the group, and is held by its queue */
-    {Py_tp_call, method_call},
-    {Py_tp_doc, "A method of one process group that does the usual call in C and hands all others to the class's."},
-    {0, NULL},
-};
-static PyType_Spec method_spec = {
-    "phalanx.native.entry.Method", sizeof(method), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, method_slots,
-};
-static PyTypeObject *method_type;
-
-static PyObject *entry_methods(PyObject *object, PyObject *ignored)
-{
-    PyObject *all = PyDict_New();
-    (void)ignored;
-    for (size_t i = 0; all && i < sizeof METHODS / sizeof *METHODS; i++) {
-        allocfunc allocate = (allocfunc)PyType_GetSlot(method_type, Py_tp_alloc);
-        method *made = (method *)allocate(method_type, 0);
-        if (made) {
-            Py_INCREF(object);
-            made->entry = (entry *)object;
-            made->quick = METHODS[i].quick;
-            made->kind = METHODS[i].kind;
-            made->name = PyUnicode_InternFromString(METHODS[i].name);
-        }
-        if (!made || !made->name || PyDict_SetItemString(all, METHODS[i].name, (PyObject *)made))
-            Py_CLEAR(all);
-        Py_XDECREF((PyObject *)made);
-    }
-    return all;
+    const Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+    PyObject *result = ENTRY_NOT_ME;
+    if (!named || (named == 1 && !PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "opts")))
+        result = METHODS[which].quick(self, METHODS[which].kind, args, nargs + named);
+    return result == ENTRY_NOT_ME ? call_python(self, PyTuple_GetItem(names, which), args, nargs, keywords) : result;
 }
 
 /* -- a group's entry ----------------------------------------------------------------------------------------------- */
@@ -153,56 +94,46 @@ static int entry_traverse(PyObject *object, visitproc visit, void *arg)
 static void entry_dealloc(PyObject *object)
 {
     entry *self = (entry *)object;
+    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     for (int i = 0; i < ENTRY_OBJECTS; i++)
         Py_XDECREF(self->objects[i]);
     free(self->pointers);
-    free_object(object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
 }
 
 static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyObject *group, *progress, *communicator, *recorded_by;
+    PyObject *objects[ENTRY_OBJECTS], **o = objects;
     unsigned long long comm, recorded;
     unsigned int rank, size;
     (void)keywords;
-    if (!PyArg_ParseTuple(args, "OKIIOOKO", &group, &comm, &rank, &size, &progress, &communicator, &recorded,
-                          &recorded_by))
+    if (!PyArg_ParseTuple(args, "KIIKOOO!OOOOO!OOO", &comm, &rank, &size, &recorded, o, o + 1, &PyByteArray_Type, o + 2,
+                          o + 3, o + 4, o + 5, o + 6, &PyList_Type, o + 7, o + 8, o + 9, o + 10))
         return NULL;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    entry *self = (entry *)allocate(type, 0);
+    entry *self = (entry *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self)
         return NULL;
-    PyObject *running = PyObject_GetAttrString(progress, "running");
-    Py_INCREF(communicator);
-    Py_INCREF(recorded_by);
+    for (int i = 0; i < ENTRY_OBJECTS; i++) {
+        Py_INCREF(objects[i]);
+        self->objects[i] = objects[i];
+    }
     self->recorded = (struct phx_record_group *)(uintptr_t)recorded;
-    self->recorded_by = recorded_by;
     self->comm = (phx_comm *)(uintptr_t)comm;
     self->forks = entry_forks;
     self->rank = rank;
     self->size = size;
-    self->communicator = communicator;
-    self->group = PyWeakref_NewRef(group, NULL);
-    self->queue = PyObject_GetAttrString(progress, "queue");
-    self->state = PyObject_GetAttrString(progress, "state");
-    self->busy = self->state && PyByteArray_Size(self->state) == 1 ? PyByteArray_AsString(self->state) : NULL;
-    self->acquire = running ? PyObject_GetAttrString(running, "acquire") : NULL;
-    self->release = running ? PyObject_GetAttrString(running, "release") : NULL;
-    self->fail = PyObject_GetAttrString(communicator, "_fail");
-    self->mailbox = PyObject_GetAttrString(communicator, "_mailbox");
-    self->inside = self->mailbox ? PyObject_GetAttrString(self->mailbox, "inside") : NULL;
-    self->fail_message = self->mailbox ? PyObject_GetAttrString(self->mailbox, "fail") : NULL;
+    self->busy = PyByteArray_AsString(self->state);
     self->pointers = calloc(size, sizeof *self->pointers);
-    Py_XDECREF(running);
-    if (!PyErr_Occurred() && self->busy && PyList_CheckExact(self->inside) && self->pointers)
+    if (self->pointers)
         return (PyObject *)self;
     Py_DECREF(self);
-    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    return PyErr_NoMemory();
 }
 
 static PyMethodDef entry_defs[] = {
-    {"methods", entry_methods, METH_NOARGS, "A new dictionary of the group's quick methods."},
+    {"call", (PyCFunction)(void (*)(void))entry_call, METH_FASTCALL | METH_KEYWORDS, "call(which of NAMES, ...)"},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot entry_slots[] = {
@@ -210,7 +141,7 @@ static PyType_Slot entry_slots[] = {
     {Py_tp_dealloc, entry_dealloc},
     {Py_tp_traverse, entry_traverse},
     {Py_tp_methods, entry_defs},
-    {Py_tp_doc, "Entry(group, comm, rank, size, progress, communicator, recorded, its keeper): a group's quick calls."},
+    {Py_tp_doc, "Entry(comm, rank, size, recorded, and the objects of its struct): a group's quick calls."},
     {0, NULL},
 };
 static PyTypeObject *entry_type;
@@ -262,8 +193,8 @@ static PyObject *set_options(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "iOiiiiiL", &which, &kind, &asynchronous, &timeout, &op, &root, &part, &no_timeout))
         return NULL;
-    if (which < 0 || which >= ENTRY_OPTION_CLASSES)
-        return PyErr_Format(PyExc_ValueError, "set_options: the number is not one of enum entry_option_class");
+    if (which < 0 || which >= PHX_SEND)
+        return PyErr_Format(PyExc_ValueError, "set_options: the number is not that of a collective");
     Py_INCREF(kind);
     entry_process.options[which] = (struct entry_options){kind, asynchronous, timeout, op, root, part, no_timeout};
     Py_RETURN_NONE;
@@ -322,7 +253,7 @@ static PyMethodDef functions[] = {
     {"record_end", (PyCFunction)(void (*)(void))record_end, METH_FASTCALL, "The core's phx_record_end()."},
     {"set_exchange", set_exchange, METH_O, "set_exchange(capsule): torch's functions that describe tensors."},
     {"set_up", set_up, METH_VARARGS, "set_up(dtypes, ops, Tensor, ...): see c10d/quick.py"},
-    {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, default)"},
+    {"set_options", set_options, METH_VARARGS, "set_options(kind, class, asyncOp, timeout, op, root, part, default)"},
     {"dtype_of", entry_dtype_of, METH_O, "dtype_of(tensor): its dtype as DLPack's (code, bits, lanes)."},
     {"bytes_of", entry_bytes_of, METH_O, "bytes_of(options): the C++ object behind one of pybind11's, as bytes."},
     {NULL, NULL, 0, NULL},
@@ -346,7 +277,9 @@ PyMODINIT_FUNC PyInit_entry(void)
     if (!module)
         return NULL;
     entry_type = (PyTypeObject *)PyType_FromSpec(&entry_spec);
-    method_type = (PyTypeObject *)PyType_FromSpec(&method_spec);
+    names = PyTuple_New(METHOD_COUNT);
+    for (size_t i = 0; names && i < METHOD_COUNT; i++)
+        PyTuple_SetItem(names, (Py_ssize_t)i, PyUnicode_InternFromString(METHODS[i].name));
     entry_process.is_profiling = PyUnicode_InternFromString("_is_profiler_enabled");
     entry_process.in_mode = PyUnicode_InternFromString("_is_in_torch_dispatch_mode");
     entry_process.unheard = PyUnicode_InternFromString("_unheard");
@@ -356,7 +289,7 @@ PyMODINIT_FUNC PyInit_entry(void)
     entry_process.shape = PyUnicode_InternFromString("shape");
     entry_process.codes.site = PyUnicode_InternFromString("site");
     if (PyErr_Occurred() || pthread_atfork(NULL, NULL, count_fork) ||
-        PyModule_AddObject(module, "Entry", (PyObject *)entry_type) ||
+        PyModule_AddObject(module, "Entry", (PyObject *)entry_type) || PyModule_AddObjectRef(module, "NAMES", names) ||
         PyModule_AddIntConstant(module, "ABI", PHX_ABI)) {
         Py_DECREF(module);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();

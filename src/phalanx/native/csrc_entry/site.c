@@ -4,41 +4,21 @@
  * are passed over). */
 #include "entry.h"
 
-/* Return where a code is in the table, or would be. */
-static inline size_t slot_of(const struct entry_codes *codes, const PyObject *code)
-{
-    size_t at = (uintptr_t)code / 64 % ENTRY_CODES;
-    while (codes->known[at].code && codes->known[at].code != code)
-        at = (at + 1) % ENTRY_CODES;
-    return at;
-}
-
-static void forget_codes(struct entry_codes *codes)
-{
-    codes->count = 0; /* first: to free a code may run Python, which may come here */
-    for (size_t i = 0; i < ENTRY_CODES; i++)
-        Py_CLEAR(codes->known[i].code);
-}
-
 /* Return whether a frame is passed over: 1, 0, or -1 with an exception. */
 static int is_inside(struct entry_codes *codes, PyFrameObject *frame, PyObject *code)
 {
-    const size_t known = slot_of(codes, code);
-    if (codes->known[known].code)
-        return codes->known[known].inside;
+    __typeof__(&codes->known[0]) known = &codes->known[(uintptr_t)code / 64 % ENTRY_CODES];
+    if (known->code == code)
+        return known->inside;
     PyObject *answer = PyObject_CallFunctionObjArgs(codes->is_inside, (PyObject *)frame, NULL);
-    if (!answer)
-        return -1;
-    const int inside = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    if (codes->count >= ENTRY_CODES / 2) /* a lookup ends at a free slot, so the table never fills up */
-        forget_codes(codes);
-    const size_t free = slot_of(codes, code); /* another thread may have asked meanwhile */
-    if (inside >= 0 && !codes->known[free].code) {
-        Py_INCREF(code); /* held, so that no other code gets its address */
-        codes->known[free].code = code;
-        codes->known[free].inside = inside;
-        codes->count++;
+    const int inside = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    if (inside >= 0) {
+        PyObject *old = known->code;
+        Py_INCREF(code);
+        known->code = code;
+        known->inside = inside;
+        Py_XDECREF(old); /* last: to free a code may run Python, which may come here */
     }
     return inside;
 }
