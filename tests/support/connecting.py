@@ -14,7 +14,6 @@ from phalanx.transports.hierarchical.communicator import HierarchicalCommunicato
 from phalanx.transports.hierarchical.layout import Layout, Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
-from phalanx.transports.solo import SoloCommunicator
 
 __all__ = ["PLACEMENTS", "over_hosts"]
 
@@ -40,12 +39,10 @@ def over_hosts(
 ) -> Communicator:
     """As if on several hosts: ranks of one host share memory, and an engine is between them."""
     layout = Layout([host_of(each, size) for each in range(size)], rank)
-    local: Communicator = SoloCommunicator()
-    if len(layout.here) > 1:
-        own = PrefixStore(f"host{layout.host}", store)
-        local = SharedMemoryCommunicator(
-            own, layout.local, len(layout.here), timeout, Tuning(4096, stream_bytes=3000), layout.here
-        )
+    own = PrefixStore(f"host{layout.host}", store)
+    local = SharedMemoryCommunicator(
+        own, layout.local, len(layout.here), timeout, Tuning(4096, stream_bytes=3000), layout.here
+    )
     hosts = [host_of(each, size) for each in range(size)]
     membership = Membership.meet(PrefixStore("group", store), rank, hosts, [f"host {host}" for host in hosts], timeout)
     group = GroupAbort(membership, "group", range(size))

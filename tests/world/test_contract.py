@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from phalanx.transports.contract import Communicator
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
-from phalanx.transports.solo import SoloCommunicator
 
 TIMEOUT = timedelta(seconds=60)
 MOST_BYTES = 600_000
@@ -35,16 +34,11 @@ def over_shm(store: Store, rank: int, size: int, chunk_bytes: int) -> Communicat
     return SharedMemoryCommunicator(store, rank, size, TIMEOUT, Tuning(chunk_bytes, stream_bytes=3000))
 
 
-def alone(store: Store, rank: int, size: int) -> Communicator:
-    return SoloCommunicator()
-
-
 Connect = Callable[[Store, int, int], Communicator]
 # How a rank of each transport connects, the world sizes and those for a long run, and the largest tensor: small chunks
 # make large ones slow.
 TRANSPORTS: dict[str, tuple[Connect, tuple[int, ...], tuple[int, ...], int]] = {
-    "solo": (alone, (1,), (), MOST_BYTES),
-    "shm in chunks of 64 B": (partial(over_shm, chunk_bytes=64), (3,), (2, 5), 32_000),
+    "shm in chunks of 64 B": (partial(over_shm, chunk_bytes=64), (1, 3), (2, 5), 32_000),
     "shm in chunks of 4 KiB": (partial(over_shm, chunk_bytes=4096), (5,), (2, 3, 4, 8), MOST_BYTES),
     "shm in chunks of 256 KiB": (partial(over_shm, chunk_bytes=256 * 1024), (2,), (3, 5), MOST_BYTES),
     "two hosts": (partial(over_hosts, host_of=PLACEMENTS["two hosts"]), (), (2, 4, 5), 100_000),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import cast
 
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _DistributedBackendOptions
@@ -30,7 +28,6 @@ from phalanx.transports.hierarchical.layout import find_hosts, said_by_all
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.explanation import process_ids
 from phalanx.transports.shm.segment import NotOneHost
-from phalanx.transports.solo import SoloCommunicator
 
 __all__ = ["create_process_group"]
 
@@ -144,8 +141,7 @@ def create_process_group(
         quicken_messages(group, hosts.messages.mailbox)
         if not ranks:
             set_world(hosts, membership)
-            handle = cast(SharedMemoryCommunicator, local).handle if local.size > 1 else None
-            here = process_ids(handle, local.size) if handle is not None else [os.getpid()]
+            here = process_ids(local.handle, local.size)
             group.watch_waits(dict(zip(layout.here, here, strict=True)), membership)
         return group
 
@@ -153,7 +149,10 @@ def create_process_group(
     open_recorder()  # before the ranks meet, because then they begin to hold each other's
     communicator: Communicator
     if size == 1:
-        return group_of(SoloCommunicator(), gloo_in(HashStore()))
+        communicator = SharedMemoryCommunicator(HashStore(), 0, 1, timeout)
+        group = group_of(communicator, gloo_in(HashStore()))
+        quicken(group, communicator)
+        return group
     with (
         contextlib.nullcontext() if ranks else register_rank(PrefixStore(in_common, store), rank, size),
         own.explaining(),

@@ -31,7 +31,6 @@ from phalanx.transports.hierarchical.frames import HEAD_BYTES
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.operands import SUM
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.transports.solo import SoloCommunicator
 
 #: What the engine between hosts tells, beside ``Traced`` of the core.
 SENT, RECEIVED = 10, 11
@@ -231,11 +230,9 @@ def _join(plan: Plan, rank: int, store: Store, notes: _Notes) -> Communicator:
     layout = Layout(plan.host_of, rank)
     if len(plan.hosts) == 1:
         return SharedMemoryCommunicator(part("memory"), rank, plan.ranks, _TIMEOUT)
-    local: Communicator = SoloCommunicator()
-    if len(layout.here) > 1:
-        own = part(f"memory {layout.host}")
-        local = inside = _Inside(own, layout.local, len(layout.here), _TIMEOUT, names=layout.here)
-        inside.notes = notes
+    own = part(f"memory {layout.host}")
+    local = _Inside(own, layout.local, len(layout.here), _TIMEOUT, names=layout.here)
+    local.notes = notes
 
     def engine(*arguments: Any) -> Engine:
         traced = _TracedEngine(*arguments)

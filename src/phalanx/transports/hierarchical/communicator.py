@@ -21,7 +21,7 @@ import torch
 from phalanx.diagnosis.ends import tell_of_failure
 from phalanx.membership.abort import GroupAbort
 from phalanx.membership.liveness import Gone
-from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.contract import Message
 from phalanx.transports.hierarchical.copies import Copies
 from phalanx.transports.hierarchical.engine import Engine
 from phalanx.transports.hierarchical.frames import Frames
@@ -55,7 +55,7 @@ class HierarchicalCommunicator(Reductions, Copies):
         self,
         layout: Layout,
         rank: int,
-        local: Communicator,
+        local: SharedMemoryCommunicator,
         group: GroupAbort,
         timeout: timedelta,
         sizes: Sizes | None = None,
@@ -77,9 +77,8 @@ class HierarchicalCommunicator(Reductions, Copies):
             self.frames = Frames(layout, local, self.remote, self.sizes.frame_bytes)
             self.messages = HierarchicalMessages(layout, local, group, timeout, reason)
             made.callback(self.messages.give_up)
-            if isinstance(local, SharedMemoryCommunicator):
-                local.part_of = self.call.text
-                local.outer_error = self.messages.explain
+            local.part_of = self.call.text
+            local.outer_error = self.messages.explain
             self.set_timeout(timeout)
             group.join(reason, timeout.total_seconds())
             tell_of_failure(reason)
@@ -110,10 +109,8 @@ class HierarchicalCommunicator(Reductions, Copies):
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """Find those of these ranks that have gone (``membership/liveness.py``)."""
         found = self._reason.gone([rank for rank in ranks if rank not in self.layout.here])
-        if isinstance(self.local, SharedMemoryCommunicator):
-            places = [place for place, rank in enumerate(self.layout.here) if rank in ranks]
-            found |= {self.layout.here[place]: gone for place, gone in self.local.gone(places).items()}
-        return found
+        places = [place for place, rank in enumerate(self.layout.here) if rank in ranks]
+        return found | {self.layout.here[place]: gone for place, gone in self.local.gone(places).items()}
 
     def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:
         # In a collective, a rank that waits for its leader waits longer than that one waits for another host.

@@ -48,7 +48,7 @@ class Schedules(Communicator):
     """Fields of a communicator over several hosts that its collectives use."""
 
     layout: Layout
-    local: Communicator  # of the ranks of this host
+    local: SharedMemoryCommunicator  # of the ranks of this host
     remote: Engine
     frames: Frames
     sizes: Sizes
@@ -67,12 +67,12 @@ class Frames:
         nbytes: the most data of a frame.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine, nbytes: int) -> None:
+    def __init__(self, layout: Layout, local: SharedMemoryCommunicator, engine: Engine, nbytes: int) -> None:
         self._local = local
         self._all_gather: _AllGather | None = None
         if layout.leader:
-            tells = local.tells_crossing if isinstance(local, SharedMemoryCommunicator) else lambda: True
-            lines = _Lines(layout.here[0], {} if layout.host else dict(enumerate(layout.leaders)), tells)
+            peers = {} if layout.host else dict(enumerate(layout.leaders))
+            lines = _Lines(layout.here[0], peers, local.tells_crossing)
             self._all_gather = _AllGather(layout, engine, nbytes, lines)
         self._news = torch.empty(HEAD_BYTES, dtype=torch.uint8)
 

@@ -12,15 +12,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from phalanx.errors import InitializationError
 from phalanx.membership.rendezvous_store import part_of
 from phalanx.system.host import this_host
-from phalanx.transports.contract import Communicator
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
-from phalanx.transports.solo import SoloCommunicator
 from phalanx.words import format_limit, format_named
 
 __all__ = ["Layout", "Scratch", "Sizes", "find_hosts", "in_chunks", "said_by_all"]
@@ -75,7 +73,7 @@ class Layout:
         return self.hosts[self.place(rank)[0]]
 
 
-def find_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Layout, Communicator, bool]:
+def find_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Layout, SharedMemoryCommunicator, bool]:
     """Find the ranks that share memory with this one. Every rank of the group calls it, with a store of its own.
 
     Returns:
@@ -86,15 +84,13 @@ def find_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[
     """
     believed = said_by_all(store, "host", rank, size, timeout, json.dumps(asdict(this_host()), sort_keys=True))
     here = [other for other in range(size) if believed[other] == believed[rank]]
-    local: Communicator = SoloCommunicator()
-    found = f"rank {rank}"
-    if len(here) > 1:
-        own = part_of(store, f"memory/{here[0]}")
-        try:
-            local = SharedMemoryCommunicator(own, here.index(rank), len(here), timeout, names=here)
-            found = f"domain {here[0]}"
-        except NotOneHost:
-            pass
+    own = part_of(store, f"memory/{here[0]}")
+    try:
+        local = SharedMemoryCommunicator(own, here.index(rank), len(here), timeout, names=here)
+        found = f"domain {here[0]}"
+    except NotOneHost:
+        local = SharedMemoryCommunicator(HashStore(), 0, 1, timeout, names=[rank])
+        found = f"rank {rank}"
     try:
         domains = said_by_all(store, "domain", rank, size, timeout, found)
     except BaseException:

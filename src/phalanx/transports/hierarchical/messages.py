@@ -16,7 +16,6 @@ from phalanx.diagnosis.reading import with_own_wait
 from phalanx.errors import BackendError, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.membership.abort import GroupAbort
 from phalanx.native.core import End, SeenMessage, Status
-from phalanx.transports.contract import Communicator, with_site
 from phalanx.transports.hierarchical.connections import RemoteMail
 from phalanx.transports.hierarchical.engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
@@ -40,14 +39,11 @@ class HierarchicalMessages(RemoteMail):
     """
 
     def __init__(
-        self, layout: Layout, local: Communicator, group: GroupAbort, timeout: timedelta, reason: Reason
+        self, layout: Layout, local: SharedMemoryCommunicator, group: GroupAbort, timeout: timedelta, reason: Reason
     ) -> None:
         self._reason = reason
-        own = local.mailbox if isinstance(local, SharedMemoryCommunicator) else None
-        super().__init__("messages", layout, group, timeout, own)
+        super().__init__("messages", layout, group, timeout, local.mailbox)
         self.mailbox.elsewhere = self
-        if own is None:
-            self.mailbox.explain = self._explain_broken
 
     def dial(self, peer: int) -> None:
         """Connect to a rank that is not dialled yet in the background, as there is a message for it."""
@@ -77,9 +73,6 @@ class HierarchicalMessages(RemoteMail):
     def explain(self, found: BaseException, words: str) -> PhalanxError:
         """Make the error of a message that ends with the group, which is broken now if it was not."""
         return self._reason.call.error_of_message(self.mailbox.signals.pending or found, words)
-
-    def _explain_broken(self, message: str) -> PhalanxError:
-        return self.explain(TransferFailed(-1), with_site(message))
 
     def _late(self, peer: int | None, words: str) -> CollectiveTimeout:
         limit_s = self._timeout_s

@@ -29,7 +29,7 @@ from phalanx.membership.protocol import Departed, Differs, Fact, Late, Lost, Pos
 from phalanx.native.core import Status
 from phalanx.system import processes
 from phalanx.transports.call_check import fingerprint
-from phalanx.transports.contract import Communicator, with_site
+from phalanx.transports.contract import with_site
 from phalanx.transports.hierarchical.engine import TransferFailed
 from phalanx.transports.hierarchical.layout import Layout
 from phalanx.transports.hierarchical.wording import Wording
@@ -83,13 +83,13 @@ class Reason:
         self,
         group: GroupAbort,
         layout: Layout,
-        local: Communicator,
+        local: SharedMemoryCommunicator,
         timeout: timedelta,
         communicator: HierarchicalCommunicator,
     ) -> None:
         self._group, self._layout, self._rank, self._size = group, layout, group.rank, len(group.ranks)
         self._registrar = group.ranks.index(0) if 0 in group.ranks else -1  # the rank in whose process it is
-        self._local = local if isinstance(local, SharedMemoryCommunicator) else None
+        self._local = local
         self._communicator = weakref.ref(communicator)
         self.call = PresentCall(self, timeout, self._local)
         self.fails = False
@@ -144,7 +144,7 @@ class Reason:
             return Differs(by=own, at=-1 if of_message else self.call.count - self.call.is_late())
         if isinstance(error, CollectiveTimeout) and of_message:
             # A rank of this host whose own time is over says which operation it was in, and how long it has waited.
-            is_elsewhere = self._local is not None and self._local.timed_out_elsewhere
+            is_elsewhere = self._local.timed_out_elsewhere
             return None if is_elsewhere else self._late_message(error)
         if isinstance(error, CollectiveTimeout) or status == Status.OVERDUE:
             return Late(by=own)
@@ -247,7 +247,7 @@ class Reason:
 
     def _aborted(self) -> bool:
         """Return whether a rank of this host has woken the others."""
-        return self._local is not None and self._local.aborted
+        return self._local.aborted
 
     def _abort(self, doing: str = "") -> None:
         if (communicator := self._communicator()) is not None:
@@ -256,7 +256,7 @@ class Reason:
     def _how_gone(self, rank: int) -> Departed | None:
         """Return how a rank of this host has gone from it; None if it has not, or nothing is known."""
         host, place = self._layout.place(rank) if rank >= 0 else (-1, 0)
-        if host != self._layout.host or self._local is None or (gone := self._local.gone([place]).get(place)) is None:
+        if host != self._layout.host or (gone := self._local.gone([place]).get(place)) is None:
             return None
         known: dict[str, Any] = {"text": gone.text}
         if gone.way == Way.ENDED:
@@ -278,7 +278,7 @@ class PresentCall:
         inside, since: it is in one, and has begun it then.
     """
 
-    def __init__(self, reason: Reason, timeout: timedelta, local: SharedMemoryCommunicator | None) -> None:
+    def __init__(self, reason: Reason, timeout: timedelta, local: SharedMemoryCommunicator) -> None:
         self._reason, self._local = reason, local
         self.timeout_s = timeout.total_seconds()
         self._present: _Words | None = None
@@ -307,7 +307,7 @@ class PresentCall:
 
     def text(self) -> str:
         """The call, with its line, and which lines this rank's host has found crossed."""
-        return self._with(self._local.crossed if self._local is not None else "")
+        return self._with(self._local.crossed)
 
     def _with(self, crossed: str) -> str:
         text = _in_words(self._present)
@@ -319,7 +319,7 @@ class PresentCall:
 
     def is_late(self) -> bool:
         """Return whether the calls that are found to differ are those before this one."""
-        return self._local is not None and self._local.differs_late and self._before is not None
+        return self._local.differs_late and self._before is not None
 
     def error_of_message(self, error: BaseException, message: str) -> PhalanxError:
         """Return what a message raises, given what was found, and the message; any thread may call it."""
@@ -329,7 +329,7 @@ class PresentCall:
 
     def compare_last(self, patience_s: float) -> None:
         """Compare the last calls of the ranks of this host; the leaders have compared theirs before a call is done."""
-        if self._local is not None and self._error is None and not self._has_told:
+        if self._error is None and not self._has_told:
             try:
                 self._local.compare_rest(patience_s)
             except PhalanxError as error:
@@ -339,8 +339,7 @@ class PresentCall:
         """Begin it; return its number."""
         if self._error is not None:
             raise self._error
-        if self._local is not None:
-            self._local.begin_parts(self._number)
+        self._local.begin_parts(self._number)
         self.count += 1
         self.since = time.monotonic()
         self.inside = True

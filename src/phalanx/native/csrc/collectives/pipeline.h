@@ -78,11 +78,12 @@ struct phx_steps {
     int (*take)(phx_comm *comm, void *job, uint64_t i, uint64_t chunk);
 };
 
-/* Pass `pieces` pieces through the chunks from `first` on. `call` is the call word; `job` is handed to the steps. */
+/* Pass `pieces` pieces through the chunks from `first` on, unless this rank is alone in its group. `call` is the call
+ * word; `job` is handed to the steps. */
 static inline __attribute__((always_inline)) int phx_pass_pieces(phx_comm *comm, uint64_t first, uint64_t pieces,
                                                                  uint64_t call, struct phx_steps steps, void *job)
 {
-    for (uint64_t i = 0; i <= pieces; i++) {
+    for (uint64_t i = 0; i <= pieces && comm->size > 1; i++) {
         int status;
         if (pieces > 1 && !comm->whole)
             phx_record_piece(i, pieces);

@@ -222,6 +222,8 @@ static int reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uin
     struct reduction job = {in, out, count * element, phx_reduce_kernel(op, dtype), element, NULL};
     if (!job.reduce || phx_lacks_memory(in, job.nbytes))
         return PHX_BAD_ARGUMENT;
+    if (comm->size == 1 && out != in)
+        memcpy(out, in, job.nbytes);
     if (job.nbytes * comm->size <= comm->small_bytes && job.nbytes <= comm->chunk_bytes)
         return phx_pass_call(comm, 1, call, small, &job);
     const uint64_t pieces = phx_pieces(job.nbytes, comm->chunk_bytes);
@@ -260,6 +262,8 @@ int phx_reduce_scatter(phx_comm *comm, const void *const *ins, void *out, uint64
     struct reduction job = {ins[comm->rank], out, count * element, phx_reduce_kernel(op, dtype), element, ins};
     if (!job.reduce || phx_lacks_memory(out, count) || phx_any_lacks_memory(ins, comm->size, count))
         return PHX_BAD_ARGUMENT;
+    if (comm->size == 1 && out != ins[0])
+        memcpy(out, ins[0], job.nbytes);
     const uint64_t call = phx_call(PHX_REDUCE_SCATTER, dtype, op, 0, count, shape);
     return phx_pass_call(comm, phx_pieces(job.nbytes, phx_share(comm)), call, steps, &job);
 }
