@@ -93,6 +93,12 @@ class Crossing(Structure):
     _fields_ = [("peer", c_uint32), ("lines", c_uint32 * 2), ("mine", c_uint32 * 2), ("theirs", c_uint32 * 2)]
 
 
+class Pairs(Structure):
+    """Lines of this rank and another one that have met (``struct phx_line_pairs``)."""
+
+    _fields_ = [("kept", c_uint32), ("calm", c_uint32), ("pairs", c_uint32 * 3 * 16)]
+
+
 RECORDS, RECORDS_AT, PIECES_AT = 4096, 4096, 80
 STRINGS_AT = RECORDS_AT + RECORDS * 64
 RECORDER_BYTES = STRINGS_AT + 262144
@@ -157,11 +163,8 @@ def library() -> ctypes.CDLL:
         ("phx_crossing", None, [comm, POINTER(Crossing)]),
         ("phx_tells_crossing", c_int, [comm]),
         ("phx_break_crossed", None, [comm]),
-        ("phx_pairs_open", c_void_p, []),
-        ("phx_pairs_close", None, [c_void_p]),
         ("phx_line_now", c_uint32, []),
-        ("phx_pairs_meet", c_int, [c_void_p, c_uint32, c_uint32, POINTER(Crossing)]),
-        ("phx_pairs_settled", c_int, [c_void_p]),
+        ("phx_pairs_meet", c_int, [POINTER(Pairs), c_uint32, c_uint32, POINTER(Crossing)]),
         ("phx_recorder_open", c_void_p, [c_int, c_uint64, c_uint32, c_int32, c_uint32]),
         ("phx_recorder_names", None, [c_uint32, c_int32, c_uint32]),
         ("phx_recorder_mark", None, [c_int32, c_uint32]),
@@ -172,7 +175,7 @@ def library() -> ctypes.CDLL:
         ("phx_record_end", None, [c_uint64, c_int]),
         ("phx_records_read", c_uint32, [c_void_p, c_uint64, POINTER(SeenRecord), POINTER(c_uint64)]),
         ("phx_recorder_of", c_void_p, [comm, c_uint32]),
-        ("phx_name_ranks", c_int, [comm, POINTER(c_int32)]),
+        ("phx_name_ranks", None, [comm, POINTER(c_int32)]),
         ("phx_combine", c_int, [blocks, c_uint32, data, c_uint64, c_uint32, c_uint32]),
         ("phx_all_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint64]),
         ("phx_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint32, c_uint64]),

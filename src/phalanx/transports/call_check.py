@@ -21,7 +21,7 @@ from phalanx.diagnosis.call_site import shape_word, shown
 from phalanx.diagnosis.divergence import are_alternatives
 from phalanx.diagnosis.recorder import place_of
 from phalanx.errors import CollectiveMismatch, InitializationError
-from phalanx.native.core import Crossing, Status, library
+from phalanx.native.core import Crossing, Pairs, Status, library
 from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.operands import DTYPES
 from phalanx.words import tell
@@ -83,31 +83,27 @@ class LinePairs:
     Args:
         own, peer: the two ranks.
         wish: of the user, see :class:`Wish`.
-
-    Attributes:
-        settled: whether a call that both make from one line need not be counted.
     """
 
     def __init__(self, own: int, peer: int, wish: str) -> None:
         self._core, self._own, self._peer = library(), own, peer
         self._left = MOST_JUDGED if wish == Wish.WARN else sys.maxsize
-        self._pairs = self._core.phx_pairs_open()
-        self.settled = True
+        self._pairs = Pairs()
 
-    def __del__(self) -> None:
-        if self._pairs:
-            self._core.phx_pairs_close(self._pairs)
+    @property
+    def settled(self) -> bool:
+        """Return whether a call that both make from one line need not be counted."""
+        return not self._pairs.kept
 
     def meet(self, mine: int, theirs: int) -> CrossedLines | None:
         """Note the two lines of a call; return what that shows to have been called in different orders."""
-        if not mine or not theirs or not self._pairs or not self._left:
+        if not mine or not theirs or not self._left:
             return None
         if mine == theirs and self.settled:
             return None
         crossing = Crossing()
-        status = self._core.phx_pairs_meet(self._pairs, mine, theirs, ctypes.byref(crossing))
-        self.settled = bool(self._core.phx_pairs_settled(self._pairs))
-        if status != Status.CROSSED:
+        pairs = ctypes.byref(self._pairs)
+        if self._core.phx_pairs_meet(pairs, mine, theirs, ctypes.byref(crossing)) != Status.CROSSED:
             return None
         self._left -= 1
         return crossed_lines(crossing, self._own, self._peer)

@@ -31,7 +31,6 @@ static void free_view(phx_comm *comm)
         if (comm->recorders[p])
             munmap((void *)comm->recorders[p], PHX_RECORDER_BYTES);
     free(comm->shared);
-    free(comm->names);
     free(comm->lines);
     free(comm);
 }
@@ -118,13 +117,9 @@ int phx_share_memory(phx_comm *comm, const void *base, uint64_t nbytes)
     return PHX_OK;
 }
 
-int phx_name_ranks(phx_comm *comm, const int32_t *names)
+void phx_name_ranks(phx_comm *comm, const int32_t *names)
 {
-    comm->names = calloc(comm->size, sizeof *names);
-    if (!comm->names)
-        return PHX_SYSTEM;
-    memcpy(comm->names, names, comm->size * sizeof *names);
-    return PHX_OK;
+    comm->names = names;
 }
 
 const char *phx_recorder_of(const phx_comm *comm, uint32_t rank)

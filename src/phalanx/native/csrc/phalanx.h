@@ -202,21 +202,24 @@ PHX_API int phx_tells_crossing(phx_comm *comm);
 /* Break the group with PHX_MISMATCH at the call that this rank has made last, because of what phx_crossing() said. */
 PHX_API void phx_break_crossed(phx_comm *comm);
 
-/* The same for a rank that shares no memory with one other, and is told its lines. For one thread at a time. NULL if
- * there is no memory. */
-typedef struct phx_line_pairs phx_line_pairs;
-PHX_API phx_line_pairs *phx_pairs_open(void);
-PHX_API void phx_pairs_close(phx_line_pairs *pairs);
+/* What has been noticed of the lines of this rank and one other. Calls from equal lines need not be noted while `kept`
+ * is 0. Only the thread that is in a collective uses it; all zero is a beginning. */
+#define PHX_LINE_PAIRS 16u
+struct phx_line_pairs {
+    uint32_t kept; /* how many pairs there have been; the last PHX_LINE_PAIRS are here */
+    uint32_t calm; /* how many calls in a row have met at the same line since the last of them */
+    struct phx_line_pair {
+        uint16_t mine, theirs;
+        uint32_t line, in_group; /* as in struct phx_record_place */
+    } pairs[PHX_LINE_PAIRS];     /* each a call in which the two were at different lines */
+};
 
 /* The line from which this thread's collective was called, in 16 bits, alike in every process; 0 if it is not known. */
 PHX_API uint32_t phx_line_now(void);
 
-/* Note that collectives of the two ranks have met, from these lines; neither is 0. PHX_OK, or PHX_CROSSED if two lines
- * are crossed now, with all of `out` but the peer. */
-PHX_API int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out);
-
-/* Return whether calls from equal lines need not be noted. */
-PHX_API int phx_pairs_settled(const phx_line_pairs *pairs);
+/* Note that collectives of this rank and of one with which it shares no memory have met, from these lines; neither is 0.
+ * PHX_OK, or PHX_CROSSED if two lines are crossed now, with all of `out` but the peer. */
+PHX_API int phx_pairs_meet(struct phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out);
 
 /* -- collectives -------------------------------------------------------------------------------------------------- */
 
@@ -402,8 +405,9 @@ PHX_API uint64_t phx_record_begin_at(struct phx_record_group *group, uint32_t wh
 PHX_API void phx_record_drop(uint64_t ticket);
 PHX_API void phx_record_end(uint64_t ticket, int failed);
 
-/* Give the ranks of a group that is a part of another one the numbers that they have there. Before the first call. */
-PHX_API int phx_name_ranks(phx_comm *comm, const int32_t *names);
+/* Give the ranks of a group that is a part of another one the numbers that they have there. Before the first call;
+ * `names` must stay as long as the group. */
+PHX_API void phx_name_ranks(phx_comm *comm, const int32_t *names);
 
 /* Note whom the collective that this thread is in waits for, and how many of its pieces it has moved. */
 PHX_API void phx_record_awaits(int32_t rank);

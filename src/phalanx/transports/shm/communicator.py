@@ -87,7 +87,8 @@ class SharedMemoryCommunicator(Communicator):
         if (wish := Wish.read()) != Wish.IGNORE:
             self._core.phx_compare_lines(self._comm, MOST_JUDGED if wish == Wish.WARN else _ALL)
         if names:
-            self._core.phx_name_ranks(self._comm, (ctypes.c_int32 * size)(*names))
+            self._numbers = (ctypes.c_int32 * size)(*names)  # which the core reads as long as it has the group
+            self._core.phx_name_ranks(self._comm, self._numbers)
         self._mailbox = Mailbox(self._comm, self._signals, self._explain_message, self._names)
         self.set_timeout(timeout)
         tell_how_the_script_ends()

@@ -6,21 +6,7 @@
 #include "recorder/record.h"
 #include "segment/call.h"
 
-#define PAIRS 16u /* how many pairs of lines are kept for each peer */
-#define CALM 8u   /* how many calls in a row that met at the same line end the matter */
-
-/* A call in which this rank and a peer were at different lines. */
-struct phx_line_pair {
-    uint16_t mine, theirs;
-    uint32_t line, in_group; /* as in struct phx_record_place */
-};
-
-/* Those of one peer. Only the thread that is in a collective uses them; all zero is a beginning. */
-struct phx_line_pairs {
-    uint32_t kept; /* how many pairs there have been; the last PAIRS are here */
-    uint32_t calm; /* how many calls in a row have met at the same line since the last of them */
-    struct phx_line_pair pairs[PAIRS];
-};
+#define CALM 8u /* how many calls in a row that met at the same line end the matter */
 
 /* A place of the program and what is called there as the bits that are compared; 0: the place is not known. */
 static uint16_t line_of(struct phx_record_place place)
@@ -34,7 +20,7 @@ static uint16_t line_of(struct phx_record_place place)
 
 static uint32_t pairs_of(const struct phx_line_pairs *with)
 {
-    return with->kept < PAIRS ? with->kept : PAIRS;
+    return with->kept < PHX_LINE_PAIRS ? with->kept : PHX_LINE_PAIRS;
 }
 
 /* The first pair of these lines, of which 0 stands for any; NULL if there is none. */
@@ -86,7 +72,7 @@ static int meet(struct phx_line_pairs *with, uint16_t mine, uint16_t theirs, str
     with->calm = 0;
     if (find(with, mine, theirs))
         return 0; /* a branch that the program takes again */
-    struct phx_line_pair *latest = &with->pairs[with->kept % PAIRS];
+    struct phx_line_pair *latest = &with->pairs[with->kept % PHX_LINE_PAIRS];
     *latest = (struct phx_line_pair){.mine = mine, .theirs = theirs, .line = place.line, .in_group = place.in_group};
     with->kept++;
     return out && are_crossed(with, latest, out);
@@ -155,27 +141,12 @@ void phx_break_crossed(phx_comm *comm)
 
 /* -- for ranks that share no memory -------------------------------------------------------------------------------- */
 
-phx_line_pairs *phx_pairs_open(void)
-{
-    return calloc(1, sizeof(phx_line_pairs));
-}
-
-void phx_pairs_close(phx_line_pairs *pairs)
-{
-    free(pairs);
-}
-
 uint32_t phx_line_now(void)
 {
     return line_of(phx_record_place());
 }
 
-int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out)
+int phx_pairs_meet(struct phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out)
 {
     return meet(pairs, (uint16_t)mine, (uint16_t)theirs, phx_record_place(), out) ? PHX_CROSSED : PHX_OK;
-}
-
-int phx_pairs_settled(const phx_line_pairs *pairs)
-{
-    return !pairs->kept;
 }

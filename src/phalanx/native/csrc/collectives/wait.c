@@ -26,14 +26,13 @@ void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value)
 static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target)
 {
     const uint64_t start = phx_now_ns();
-    struct phx_breakage why;
     phx_move_apart(comm, peer);
     for (uint32_t i = 1;; i++) {
         sched_yield();
         if (reached(word, target))
             return PHX_OK;
         if (phx_broken(comm))
-            return phx_breakage(comm, &why);
+            return phx_broken(comm);
         if (i % 8 == 0 && phx_now_ns() - start > PHX_YIELD_NS)
             break;
     }
@@ -47,7 +46,7 @@ static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, ui
         if (reached(word, target))
             return PHX_OK;
         if (phx_broken(comm))
-            return phx_breakage(comm, &why);
+            return phx_broken(comm);
         if (slept != PHX_WOKEN && comm->poll && comm->poll())
             return phx_break(comm, PHX_INTERRUPTED, comm->rank);
         /* By the clock, because signals (a profiler's timer) may cut every single sleep short. */
@@ -103,6 +102,16 @@ int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk)
     return status ? status : compare_calls(comm, peer, chunk + 1);
 }
 
+int phx_wait_all_ready(phx_comm *comm, uint64_t chunk)
+{
+    for (uint32_t p = 0; p < comm->size; p++) {
+        const int status = p == comm->rank ? PHX_OK : phx_wait_ready(comm, p, chunk);
+        if (status)
+            return status;
+    }
+    return PHX_OK;
+}
+
 int phx_compare_rest(phx_comm *comm, uint64_t patience_ns)
 {
     const uint64_t start = phx_now_ns();
@@ -114,10 +123,8 @@ int phx_compare_rest(phx_comm *comm, uint64_t patience_ns)
         _Atomic uint64_t *ready = &comm->flags[p].ready;
         enum phx_going how = PHX_HERE;
         while (!reached(ready, comm->chunk) && how == PHX_HERE && phx_now_ns() - start < patience_ns) {
-            if (phx_broken(comm)) {
-                struct phx_breakage why;
-                return phx_breakage(comm, &why);
-            }
+            if (phx_broken(comm))
+                return phx_broken(comm);
             const uint64_t value = atomic_load_explicit(ready, memory_order_acquire);
             if (value < comm->chunk)
                 phx_sleep(phx_low_half(ready), (uint32_t)value, &comm->places[p].sleepers);
@@ -133,8 +140,7 @@ int phx_compare_rest(phx_comm *comm, uint64_t patience_ns)
     }
     if (left_out != PHX_NOBODY)
         return phx_break_gone(comm, left_out, PHX_LEFT);
-    struct phx_breakage why;
-    const int status = phx_breakage(comm, &why);
+    const int status = phx_broken(comm);
     return status || !behind ? status : PHX_UNDER_WAY;
 }
 
@@ -170,23 +176,11 @@ int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
         if (again || chunk >= why.chunk)
             return status;
     }
-    for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
-        const int status = p == comm->rank ? PHX_OK : phx_wait_ready(comm, p, chunk - 2);
-        if (status)
-            return status;
-    }
+    const int status = chunk > 1 ? phx_wait_all_ready(comm, chunk - 2) : PHX_OK;
+    if (status)
+        return status;
     comm->flags[comm->rank].call[chunk % PHX_SLOTS] = call ^ comm->whole;
     if (comm->lines)
         phx_publish_line(comm, chunk);
-    return PHX_OK;
-}
-
-int phx_wait_all_ready(phx_comm *comm, uint64_t chunk)
-{
-    for (uint32_t p = 0; p < comm->size; p++) {
-        const int status = p == comm->rank ? PHX_OK : phx_wait_ready(comm, p, chunk);
-        if (status)
-            return status;
-    }
     return PHX_OK;
 }

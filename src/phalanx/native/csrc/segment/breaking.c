@@ -33,8 +33,7 @@ static int break_for(phx_comm *comm, struct phx_breakage reason)
         phx_wake(phx_low_half(&comm->flags[p].done));
         phx_wake(&comm->places[p].bell);
     }
-    struct phx_breakage why;
-    return phx_breakage(comm, &why);
+    return phx_broken(comm);
 }
 
 int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk)

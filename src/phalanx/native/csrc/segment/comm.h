@@ -32,7 +32,7 @@ struct phx_comm {
     uint64_t chunk_bytes, small_bytes, stream_bytes;
     _Atomic uint64_t timeout_ns, message_timeout_ns; /* of a collective, and of a message */
     phx_poll poll;
-    int32_t *names;      /* what the recorder calls the ranks, if that is not their number here; else NULL */
+    const int32_t *names; /* what the recorder calls the ranks, if that is not their number here; else NULL */
     struct phx_header *header;
     struct phx_flags *flags;
     struct phx_place *places;
@@ -69,9 +69,11 @@ void phx_tell(phx_comm *comm, enum phx_going how);
 
 /* -- breaking.c: the first rank to notice a problem writes down why, and every wait of every rank ends ------------- */
 
+/* The status of the reason that counts, PHX_OK if the group is whole. */
 static inline int phx_broken(const phx_comm *comm)
 {
-    return atomic_load_explicit(&comm->header->breaking, memory_order_acquire) != 0;
+    const uint32_t first = atomic_load_explicit(&comm->header->breaking, memory_order_acquire);
+    return first ? (int)comm->places[first - 1].breakage.status : PHX_OK;
 }
 
 /* Break the group because of `peer`, unless it is broken already; returns the status of the reason that counts, which
