@@ -22,8 +22,7 @@ from phalanx.membership.loop import Channel, Loop
 from phalanx.membership.store_protocol import KEEP_ALIVE, ROLE, Claim, Code, Verdict, pack, unpack
 from phalanx.membership.table import Table, Wait
 from phalanx.system.exit_order import Stage, at_exit
-from phalanx.wire import door as doors
-from phalanx.wire.door import Arrival, Displaced, Door, Silent
+from phalanx.wire.door import Arrival, Door
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Address, NoProof, PassedOn, WrongKey
@@ -309,10 +308,6 @@ class StoreServer:
         match why:
             case WrongKey():
                 said = f"proves another key than rank 0's ({self.key.source or 'none'})"
-            case Silent():
-                said = f"was silent for {doors.PATIENCE_S:.0f} s"
-            case Displaced():
-                said = "had proven nothing yet when too many others came"
             case PassedOn():
                 said = (
                     f"was meant for {why.dialled}, not for {self.where[0]} port {self.where[1]}: another process has "

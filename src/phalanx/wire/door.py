@@ -62,10 +62,6 @@ class Acceptor:
             self._selector.unregister(self._listener)
         self._listener.close()
 
-    def let_go(self) -> None:
-        """In a forked child: close the socket, but leave the selector alone, which the parent shares."""
-        self._listener.close()
-
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
             try:
@@ -83,14 +79,6 @@ class Acceptor:
                 return
             sock.setblocking(False)
             self._take(sock, address[:2], sock.getsockname()[:2])
-
-
-class Silent(Exception):
-    """A stranger that did not answer its challenge within ``PATIENCE_S``."""
-
-
-class Displaced(Exception):
-    """A stranger that had not answered its challenge yet when too many others came."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +120,7 @@ class Door:
         keep_alive: when an accepted connection counts as lost.
         selector: where the user waits; the data of a registration is a function to call when its socket is ready.
         admit: takes each connection that has proven the key.
-        refused: takes each peer that was sent away, and why: :class:`NoProof`, :class:`WrongKey`, :class:`PassedOn`,
-            :class:`Silent` or :class:`Displaced`.
+        refused: takes each peer that was sent away, and why: :class:`NoProof`, :class:`WrongKey` or :class:`PassedOn`.
         most: how many strangers there may be at a time.
         announced: addresses and ports that callers dial and that are not this host's own, as behind a NAT.
     """
@@ -159,7 +146,7 @@ class Door:
     def tend(self, now: float) -> float:
         """Send silent strangers away; return when to call this again, by ``time.monotonic``, infinity for never."""
         for stranger in [stranger for stranger in self._strangers if stranger.until <= now]:
-            self._dismiss(stranger, Silent())
+            self._dismiss(stranger, NoProof())
         return min(self._acceptor.tend(now), *(stranger.until for stranger in self._strangers), math.inf)
 
     def stop_listening(self) -> None:
@@ -173,16 +160,9 @@ class Door:
             self._forget(stranger)
             stranger.sock.close()
 
-    def let_go(self) -> None:
-        """In a forked child: close everything, but leave the selector alone, which the parent shares."""
-        self._acceptor.let_go()
-        for stranger in self._strangers:
-            stranger.sock.close()
-        self._strangers.clear()
-
     def _challenge(self, sock: socket.socket, peer: Address, here: Address) -> None:
         if len(self._strangers) >= self._most:
-            self._dismiss(next(iter(self._strangers)), Displaced())
+            self._dismiss(next(iter(self._strangers)), NoProof())
         stranger = _Stranger(sock, str(peer[0]), here, Challenge(self._key, self._role), monotonic() + PATIENCE_S)
         with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving
             self._keep_alive.apply(sock)

@@ -90,11 +90,6 @@ class _Listener:
         if self._loop.thread is not threading.current_thread():
             self._loop.thread.join(_ENDING_S)
 
-    def let_go(self) -> None:
-        """Close what is the parent's in a forked child."""
-        self._door.let_go()
-        self._loop.let_go()
-
     def _end(self) -> None:
         self._door.close()
         self._loop.stop()
@@ -308,10 +303,7 @@ class RemoteMail:
 
 def _after_fork() -> None:
     global _listener, _making
-    _making = threading.RLock()
-    if _listener is not None:
-        _listener.let_go()
-        _listener = None
+    _making, _listener = threading.RLock(), None  # the loop has closed the parent's sockets
 
 
 os.register_at_fork(after_in_child=_after_fork)
