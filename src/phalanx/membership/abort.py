@@ -99,7 +99,7 @@ class GroupAbort:
         self._addresses: dict[str, Store] = {}
         self._left: set[int] = set()
         self._positions: list[Position] | None = None
-        self._unsent: list[Address] | None = []  # until join()
+        self._first_addresses: list[Address] = []  # until join()
         self._ended = self._closed = False
 
     def join(self, member: Member, timeout_s: float) -> None:
@@ -110,10 +110,7 @@ class GroupAbort:
         """
         self._member = weakref.ref(member)
         self.membership.subscribe(self.name, self)
-        said, self._unsent = self._unsent or [], None
-        self.membership.send(Join(self.name, self.ranks))
-        for address in said:
-            self.membership.send(address)
+        self.membership.send(Join(self.name, self.ranks, self._first_addresses))
         clock = AwakeClock()
         while not self.membership.wait_for(lambda: bool(self.pids), 0.1):
             has_registrar = self.membership.connected
@@ -128,10 +125,10 @@ class GroupAbort:
     def say_address(self, name: str, address: bytes) -> None:
         """Tell the others an address of this rank."""
         message = Address(self.name, self.rank, name, address)
-        if self._unsent is None:
+        if self.pids:
             self.membership.send(message)
         else:
-            self._unsent.append(message)
+            self._first_addresses.append(message)
 
     # -- what is known of ranks, from any thread ---------------------------------------------------
 
@@ -211,6 +208,8 @@ class GroupAbort:
 
     def take(self, message: Message) -> None:
         if isinstance(message, Joined):
+            for address in message.addresses:
+                self.take(address)
             self.pids = message.pids
         elif isinstance(message, Address):
             if message.rank != self.rank:

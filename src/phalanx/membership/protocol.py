@@ -87,27 +87,29 @@ class Hello(_Struct, frozen=True):
     pid: int
 
 
-class Join(_Struct, frozen=True):
-    """The sender is in a group of these ranks."""
-
-    group: str
-    ranks: list[int]
-
-
-class Joined(_Struct, frozen=True):
-    """All ranks of a group have joined."""
-
-    group: str
-    pids: list[int]
-
-
 class Address(_Struct, frozen=True):
-    """The address of a rank for what has this name: Gloo, or messages; handed on to all once they have joined."""
+    """The address of a rank for what has this name: Gloo, or messages."""
 
     group: str
     rank: int
     name: str
     address: bytes
+
+
+class Join(_Struct, frozen=True):
+    """The sender is in a group of these ranks, and has these addresses."""
+
+    group: str
+    ranks: list[int]
+    addresses: list[Address]
+
+
+class Joined(_Struct, frozen=True):
+    """All ranks of a group have joined; the addresses are those of all."""
+
+    group: str
+    pids: list[int]
+    addresses: list[Address]
 
 
 class Left(_Struct, frozen=True):

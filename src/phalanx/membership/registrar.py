@@ -200,15 +200,10 @@ class Registrar:
     def _take_join(self, rank: int, message: Join) -> None:
         group = self._groups.setdefault(message.group, _Group(message.group, message.ranks))
         group.joined.add(rank)
+        group.addresses += message.addresses
         if len(group.joined) == len(group.ranks):
-            self._push(group.ranks, Joined(group.name, [self._members[each].pid for each in group.ranks]))
-            self._push_addresses(group)
-
-    def _push_addresses(self, group: _Group) -> None:
-        if len(group.joined) == len(group.ranks):
-            for address in group.addresses:
-                self._push(group.ranks, address)
-            group.addresses.clear()
+            pids = [self._members[each].pid for each in group.ranks]
+            self._push(group.ranks, Joined(group.name, pids, group.addresses))
 
     def _take_of_group(self, group: _Group, rank: int, own: int, message: OfGroup) -> None:
         if isinstance(message, Left):
@@ -218,8 +213,7 @@ class Registrar:
             self._left[group.name].append(own)
             self._gather(group)
         elif isinstance(message, Address):
-            group.addresses.append(message)
-            self._push_addresses(group)
+            self._push(group.ranks, message)
         elif isinstance(message, Position):
             if message.kind != "place" or group.positions.get(own, message).kind in ("place", "stopped"):
                 group.positions[own] = message
