@@ -109,7 +109,7 @@ def backward(
 
     Raises:
         PhalanxError: there is no such context; or a root is no scalar, or requires no gradients.
-        BackwardError: a function or a hook has failed, on any worker. It is of the raised error's type as well.
+        BackwardError: a function or a hook has failed, on any worker.
         WorkerLost: a worker that takes part is gone.
         CallTimeout: the pass has not ended in time. It names the worker that keeps it, and where that worker is.
     """

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 from phalanx.diagnosis.call_site import inside
 from phalanx.errors import CallTimeout, ClosedError, PeerLost, PhalanxError
 from phalanx.rpc.autograd.graph import Send
@@ -16,34 +13,30 @@ __all__ = ["BackwardError", "blamed"]
 class BackwardError(PhalanxError):
     """A function or a hook has failed in a distributed backward pass, on this worker or on another.
 
-    It is also of the type of what was raised there, where one class can be both. The gradients of the pass are
-    incomplete: the workers whose part had ended keep theirs, so leave the context and begin a new one.
+    The gradients of the pass are incomplete: the workers whose part had ended keep theirs, so leave the context and
+    begin a new one.
 
     Example:
-        Error on Node 1: bad gradient. It was raised on worker1 in backward (model.py:12), in the backward pass over the
+        Error on Node 1: bad gradient. ValueError was raised on worker1 in backward (model.py:12), in the backward pass over the
         gradients of what forward returned to worker0
 
     What to do:
         Mend the function that the message names, and compute the loss again in a new ``rpc.context()``.
 
     Attributes:
+        type_name: the name of the type of what was raised.
         worker, rank, host, pid: where.
         function, line: the innermost function of the program that was running, and ``file:line`` in it; empty if
             torch's C++ raised it.
     """
 
+    type_name: str = ""
     worker: str = ""
     rank: int = -1
     host: str = ""
     pid: int = 0
     function: str = ""
     line: str = ""
-
-    def __init__(self, message: str) -> None:
-        BaseException.__init__(self, message)  # the other base may want arguments of its own
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def blamed(error: BaseException, on: Member, latest: Send | None) -> BaseException:
@@ -61,10 +54,12 @@ def blamed(error: BaseException, on: Member, latest: Send | None) -> BaseExcepti
     of = f"the gradients of {latest}" if latest else "the gradients of the roots"
     text = (  # torch's words first
         f"Error on Node {on.rank}: {str(error) or type(error).__name__}\n"
-        f"It was raised on {on}{where}, in the backward pass over {of}"
+        f"{type(error).__qualname__} was raised on {on}{where}, in the backward pass over {of}"
     )
-    facts = {"worker": on.name, "rank": on.rank, "host": on.host, "pid": on.pid, "function": function, "line": line}
-    return _made(type(error), text, {**error.__dict__, **facts})
+    blames = BackwardError(text)
+    blames.type_name, blames.function, blames.line = type(error).__qualname__, function, line
+    blames.worker, blames.rank, blames.host, blames.pid = on.name, on.rank, on.host, on.pid
+    return blames
 
 
 def _raised_in(error: BaseException) -> tuple[str, str]:
@@ -76,27 +71,3 @@ def _raised_in(error: BaseException) -> tuple[str, str]:
             function, line = getattr(code, "co_qualname", code.co_name), f"{code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return function, line
-
-
-def _made(kind: Any, text: str, facts: dict[str, Any]) -> BackwardError:
-    try:
-        made = _both(kind)(text)
-    except Exception:  # its __new__ wants other arguments
-        made = BackwardError(text)
-    made.__dict__.update(facts)
-    return made
-
-
-@cache
-def _both(kind: Any) -> type[BackwardError]:
-    """A class that is both; plain ``BackwardError`` if there can be none."""
-    if issubclass(BackwardError, kind):
-        return BackwardError
-
-    def reduce(self: BackwardError) -> Any:
-        return _made, (kind, str(self), self.__dict__)
-
-    try:
-        return type(f"{kind.__name__}InBackward", (BackwardError, kind), {"__reduce__": reduce})
-    except TypeError:
-        return BackwardError
