@@ -17,8 +17,8 @@ class BackwardError(PhalanxError):
     begin a new one.
 
     Example:
-        Error on Node 1: bad gradient. ValueError was raised on worker1 in backward (model.py:12), in the backward pass over the
-        gradients of what forward returned to worker0
+        Error on Node 1: bad gradient. ValueError was raised on worker1 in backward (model.py:12), in the backward pass
+        over the gradients of what forward returned to worker0
 
     What to do:
         Mend the function that the message names, and compute the loss again in a new ``rpc.context()``.
