@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.strangers import NOBODY, needs_another_user
 
-from phalanx.launch.starters.mpi_agent import remove_unused
+from phalanx.system.files import remove_unused_mpi_files
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def make() -> Iterator[Callable[..., Path]]:
 
 def test_unused_files_are_removed(make: Callable[..., Path]) -> None:
     files = [make(), make("sm_segment.h1.0."), make("Intel_MPI_")]
-    remove_unused()
+    remove_unused_mpi_files()
     assert not any(map(Path.exists, files))
 
 
@@ -38,9 +38,9 @@ def test_file_of_another_process_or_name_is_left(make: Callable[..., Path]) -> N
     used, other = make(), make("data_of_mine_")
     with open(used, "rb+") as opened, mmap.mmap(opened.fileno(), 4096):
         opened.close()  # it is mapped still
-        remove_unused()
+        remove_unused_mpi_files()
         assert used.exists()
-    remove_unused()
+    remove_unused_mpi_files()
     assert not used.exists()
     assert other.exists()
 
@@ -49,5 +49,5 @@ def test_file_of_another_process_or_name_is_left(make: Callable[..., Path]) -> N
 def test_file_of_another_user_is_left(make: Callable[..., Path]) -> None:
     file = make()
     os.chown(file, NOBODY, NOBODY)
-    remove_unused()
+    remove_unused_mpi_files()
     assert file.exists()

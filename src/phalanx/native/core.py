@@ -11,7 +11,7 @@ from types import ModuleType
 
 from phalanx.errors import BackendError
 
-ABI = 36
+ABI = 37
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 SENT = 1  # PHX_SENT
 TEXT_BYTES = 376
@@ -203,7 +203,7 @@ def library() -> ctypes.CDLL:
         ("phx_message_source", c_uint32, [message]),
         ("phx_message_free", None, [comm, message]),
         ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, ctypes.c_ssize_t]),
-        ("phx_mpi_prepare", None, [c_int, c_char_p, c_uint64]),
+        ("phx_mpi_prepare", None, [c_int]),
         ("phx_mpi_end", None, [c_int, c_void_p]),
     ):
         function = getattr(core, name)

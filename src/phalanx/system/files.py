@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
+import signal
+import stat
 import tempfile
 import tokenize
 from collections.abc import Iterator
@@ -114,10 +117,10 @@ def beside(place: str, folder: str) -> str:
 
 # -- of MPI --------------------------------------------------------------------------------------------
 
-MPI_FOLDER = "/dev/shm"
+_MPI_FOLDER = "/dev/shm"
 # How the names begin of files that MPI libraries leave there if their processes do not end in order. libfabric's have a
 # process id, with Intel MPI.
-MPI_NAMES = re.compile(
+_MPI_NAMES = re.compile(
     "|".join(
         (
             *("mpich_shm_", "mpich_shar_"),
@@ -128,19 +131,29 @@ MPI_NAMES = re.compile(
 )
 
 
-def own_mpi_files() -> list[str]:
-    """Return the paths of those that this process has mapped."""
-    found = set()
-    with contextlib.suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as maps:
-        for line in maps:
-            _, is_there, name = line.rstrip("\n").partition(f" {MPI_FOLDER}/")
-            if is_there and MPI_NAMES.match(name) and not name.endswith(" (deleted)"):
-                found.add(f"{MPI_FOLDER}/{name}")
-    return sorted(found)
+def remove_unused_mpi_files() -> None:
+    """Remove what MPI libraries of this user have left in /dev/shm, if no process has it open or mapped.
+
+    A process that is ended before it finalises, also by MPI_Abort, leaves some MB a rank there, until /dev/shm is full.
+    A rank removes them before it starts MPI, and an agent when it comes and when it leaves. So the next job also
+    removes what one has left that was killed as a whole.
+    The kernel grants a read lease on a file only if nobody has it open for writing, in whatever container, and MPI
+    libraries open theirs so. Until the lease is given back here, who opens the file waits.
+    """
+    with contextlib.suppress(OSError), os.scandir(_MPI_FOLDER) as entries:
+        for entry in entries:
+            if _MPI_NAMES.match(entry.name):
+                with contextlib.suppress(OSError):
+                    _remove_if_unused(entry.path)
 
 
-def remove_all(paths: list[str]) -> None:
-    """Remove these files. Processes that have them mapped keep their memory."""
-    for path in paths:
-        with contextlib.suppress(OSError):
+def _remove_if_unused(path: str) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # ignored; SIGIO would end this process
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             os.unlink(path)
+    finally:
+        os.close(file)

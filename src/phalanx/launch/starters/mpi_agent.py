@@ -13,12 +13,10 @@ Beside the supervisor's orders, these make the rank end:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import selectors
 import signal
-import stat
 import time
 import traceback
 from typing import NoReturn
@@ -33,10 +31,10 @@ from phalanx.launch.protocol import Exited, Here, RankPlan, Refused, Reported, S
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.rank.trace import Stage
 from phalanx.system import processes
-from phalanx.system.files import MPI_FOLDER, MPI_NAMES
+from phalanx.system.files import remove_unused_mpi_files
 from phalanx.system.host import this_host
 
-__all__ = ["be_agent", "remove_unused"]
+__all__ = ["be_agent"]
 
 # How long a rank may take to end by itself once the MPI launcher wants it to.
 _OWN_END_S = 0.25
@@ -63,7 +61,7 @@ def be_agent(kind: str, shim: int) -> RankStart:
                 f"rank {rank} on {this_host().name} could not reach phalanx run at {where}: {error}\n"
                 f"  is that address reachable from here? Choose another one with --address"
             ) from error
-        remove_unused()
+        remove_unused_mpi_files()
         here = this_host()
         agent = MpiAgent(link, resource.getrlimit(resource.RLIMIT_NOFILE), here.name, kind, shim)
         cpus = tuple(sorted(os.sched_getaffinity(0)))
@@ -202,32 +200,5 @@ class MpiAgent(Agent):
     def leave(self, code: int) -> NoReturn:
         """Remove the files that the rank has left, and end."""
         processes.end_descendants()
-        remove_unused()
+        remove_unused_mpi_files()
         super().leave(code)
-
-
-def remove_unused() -> None:
-    """Remove what MPI libraries of this user have left in /dev/shm, if no process has it open or mapped.
-
-    A process that is ended before it finalises leaves some MB a rank there, until /dev/shm is full. An agent removes
-    them when it comes and when it leaves, so the next launch also removes what a job left that was killed as a whole.
-    The kernel grants a read lease on a file only if nobody has it open for writing, in whatever container, and MPI
-    libraries open theirs so. Until the lease is given back here, who opens the file waits.
-    """
-    with contextlib.suppress(OSError), os.scandir(MPI_FOLDER) as entries:
-        for entry in entries:
-            if MPI_NAMES.match(entry.name):
-                with contextlib.suppress(OSError):
-                    _remove_if_unused(entry.path)
-
-
-def _remove_if_unused(path: str) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(file)
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # ignored; SIGIO would end this process
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-            os.unlink(path)
-    finally:
-        os.close(file)

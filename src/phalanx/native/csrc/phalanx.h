@@ -24,7 +24,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 36
+#define PHX_ABI 37
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -437,8 +437,8 @@ PHX_API int phx_stacks_in_copy(int number, int fd, void *in_interpreter);
 PHX_API void phx_mpi_begin(void *abort, void *finalized, void *finalize, intptr_t comm);
 
 /* Say what is known before the exit code is. With `must_abort` MPI is aborted even after success, because it cannot be
- * finalised. `paths` has `nbytes`, a NUL after each path: files to remove before MPI is aborted, which leaves them. */
-PHX_API void phx_mpi_prepare(int must_abort, const char *paths, uint64_t nbytes);
+ * finalised. */
+PHX_API void phx_mpi_prepare(int must_abort);
 
 /* End MPI by the process's exit code, unless it has been finalised. glibc calls it, by on_exit(). */
 PHX_API void phx_mpi_end(int code, void *unused);

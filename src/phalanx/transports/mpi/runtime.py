@@ -24,7 +24,7 @@ from phalanx.diagnosis.ends import script_failed, tell_of_failure
 from phalanx.errors import InitializationError
 from phalanx.membership.rendezvous import Broadcast
 from phalanx.native.core import library
-from phalanx.system.files import own_mpi_files, remove_all
+from phalanx.system.files import remove_unused_mpi_files
 from phalanx.system.interfaces import chosen_interface, ucx_devices
 from phalanx.topology.launchers import MPI_SIZES
 from phalanx.topology.place import Place
@@ -61,6 +61,7 @@ class Runtime:
         self._owned = not mpi.Is_initialized()
         if self._owned:
             tell_libraries(os.environ)
+            remove_unused_mpi_files()
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
         self._require_threads()
         self._core = library()
@@ -135,7 +136,6 @@ class Runtime:
             with contextlib.suppress(Exception):
                 stream.flush()
         if self.usable:
-            remove_all(own_mpi_files())
             self.mpi.COMM_WORLD.Abort(1)
 
     def _leave(self) -> None:
@@ -159,9 +159,7 @@ class Runtime:
         if not self.usable:
             return
         self._leave()
-        # If MPI is aborted, the library's shared memory would stay in /dev/shm, and fill it up.
-        paths = b"" if self._alone else b"".join(os.fsencode(path) + b"\0" for path in own_mpi_files())
-        self._core.phx_mpi_prepare(self._given_up is not None, paths, len(paths))
+        self._core.phx_mpi_prepare(self._given_up is not None)
 
     def _end_with_the_process(self) -> None:
         """Have MPI ended by the exit code, known only when Python has finalised (``native/csrc/mpi/end.c``)."""

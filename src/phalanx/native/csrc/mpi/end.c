@@ -10,7 +10,6 @@
 #include "phalanx.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -21,8 +20,6 @@ static struct {
     int (*finalize)(void); /* NULL: not ours to call */
     intptr_t comm;
     int must_abort;
-    char *paths; /* of files to remove before MPI_Abort, each with its NUL; NULL: none */
-    uint64_t nbytes;
 } mpi;
 
 void phx_mpi_begin(void *abort_, void *finalized, void *finalize, intptr_t comm)
@@ -35,14 +32,9 @@ void phx_mpi_begin(void *abort_, void *finalized, void *finalize, intptr_t comm)
     on_exit(phx_mpi_end, NULL);
 }
 
-void phx_mpi_prepare(int must_abort, const char *paths, uint64_t nbytes)
+void phx_mpi_prepare(int must_abort)
 {
     mpi.must_abort = must_abort;
-    free(mpi.paths);
-    mpi.paths = malloc(nbytes + 1); /* of 0 bytes malloc may return NULL */
-    mpi.nbytes = mpi.paths ? nbytes : 0;
-    if (mpi.paths)
-        memcpy(mpi.paths, paths, nbytes);
 }
 
 void phx_mpi_end(int code, void *unused)
@@ -52,11 +44,8 @@ void phx_mpi_end(int code, void *unused)
     if (mpi.pid != getpid() || mpi.finalized(&done) || done)
         return;
     mpi.pid = 0;
-    if (mpi.abort && (code || mpi.must_abort)) {
-        for (uint64_t at = 0; at < mpi.nbytes; at += strlen(mpi.paths + at) + 1)
-            unlink(mpi.paths + at);
+    if (mpi.abort && (code || mpi.must_abort))
         mpi.abort(mpi.comm, code ? code : 1);
-    } else if (mpi.finalize) {
+    else if (mpi.finalize)
         mpi.finalize();
-    }
 }
