@@ -158,9 +158,9 @@ class _AllGather:
                     same = same and its_call == call
                     begins.append(at + _padded(HEAD_BYTES + nbytes))
                     lines.append(its_line)
-        self._engine.wait(sent)  # all have come, so they take what they are sent
-        if not same:
+        if not same:  # then a connection may have ended for want of what was expected, and that is no loss of a rank
             return None
+        self._engine.wait(sent)  # all have come, so they take what they are sent
         self._lines.meet(line, [lines[turn] for turn in self._turns])
         return [begin + HEAD_BYTES + begins[turn] for turn in self._turns]
 
