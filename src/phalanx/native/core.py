@@ -11,7 +11,7 @@ from types import ModuleType
 
 from phalanx.errors import BackendError
 
-ABI = 37
+ABI = 38
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 SENT = 1  # PHX_SENT
 TEXT_BYTES = 376

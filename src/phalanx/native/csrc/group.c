@@ -92,6 +92,9 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     /* A rank that gave up waiting for the others, and so told that it had left, may come again before they have met. */
     atomic_store_explicit(&comm->places[rank].going, PHX_HERE, memory_order_relaxed);
     comm->places[rank].pid = phx_own_pid();
+    struct phx_process own;
+    phx_process_read(comm->places[rank].pid, &own);
+    comm->places[rank].image = own.image;
     comm->places[rank].recorder = phx_recorder_file();
     phx_remember(comm);
     return comm;

@@ -16,6 +16,7 @@ void phx_look(phx_comm *comm)
         if (p == comm->rank)
             continue;
         phx_process_read(place->pid, &comm->met[p]);
+        comm->met[p].image = place->image; /* it may run another program by now */
         if (place->recorder.fd >= 0 && comm->size <= MOST_RECORDERS)
             comm->recorders[p] = phx_recorder_map(place->pid, &place->recorder);
     }

@@ -26,7 +26,7 @@
  * magic .. cookie
  *             who makes the file, before each rank as it opens    before: the file has the wrong size, nobody opens it;
  *             anybody can open it        the segment              after: it is complete
- * pid,        the rank as it opens the   all, once they have met  before: the ranks do not finish meeting; after: found
+ * pid, image, the rank as it opens the   all, once they have met  before: the ranks do not finish meeting; after: found
  * recorder    segment                    through the store        gone. The program may close the recorder's
  *                                                                 descriptor, so readers compare
  * going       the rank as it goes,       who waits, once a slice, before: found gone, and nobody knows how it went;
@@ -103,6 +103,7 @@ struct phx_place {
     _Alignas(PHX_LINE) _Atomic uint32_t bell, listening;
     _Alignas(PHX_LINE) uint64_t tensor[PHX_SLOTS];
     _Alignas(PHX_LINE) uint32_t pid; /* as the rank's own /proc counts */
+    uint64_t image;                  /* of the program that opened the segment: system/process.h */
     struct phx_recorder_file recorder;
     struct phx_breakage breakage;
     _Atomic uint32_t going, described;
