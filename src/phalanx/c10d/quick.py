@@ -61,7 +61,7 @@ def quicken_messages(group: Any, mailbox: Mailbox) -> None:
 def _methods(
     group: Any, handle: int, communicator: SharedMemoryCommunicator | None, mailbox: Mailbox
 ) -> dict[str, Callable[..., Any]]:
-    """The quick methods by their names; none if there can be none, or torch's hooks are to see every call."""
+    """Return the quick methods by name; none if there can be none, or torch's hooks are to see every call."""
     module = prepared_module()
     if module is None or group.hooked:
         return {}

@@ -202,8 +202,8 @@ PHX_API int phx_tells_crossing(phx_comm *comm);
 /* Break the group with PHX_MISMATCH at the call that this rank has made last, because of what phx_crossing() said. */
 PHX_API void phx_break_crossed(phx_comm *comm);
 
-/* What has been noticed of the lines of this rank and one other. Calls from equal lines need not be noted while `kept`
- * is 0. Only the thread that is in a collective uses it; all zero is a beginning. */
+/* The lines of this rank and one other that have met in calls. Calls from equal lines need not be noted while `kept` is
+ * 0. Only the thread that is in a collective uses it; all zero is a beginning. */
 #define PHX_LINE_PAIRS 16u
 struct phx_line_pairs {
     uint32_t kept; /* how many pairs there have been; the last PHX_LINE_PAIRS are here */
