@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from phalanx.words import tell
@@ -33,42 +34,28 @@ class Future(Generic[T]):
     What a callback raises is printed, and nobody else learns of it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_cancel",
-        "_done",
-        "_error",
-        "_help_on",
-        "_lock",
-        "_run",
-        "_short_callbacks",
-        "_value",
-    )
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_lock", "_short_callbacks", "_value")
 
-    def __init__(
-        self,
-        help_on: Callable[[Callable[[], bool], float], None] | None = None,
-        cancel: Callable[[], object] | None = None,
-        run: Callable[..., None] | None = None,
-    ) -> None:
-        """A future that is not complete.
-
-        Args:
-            help_on: receives messages on the waiting thread until the function that it is given says that this is
-                done, or for so many seconds; it may return before.
-            cancel: tells the callee that nobody waits any more.
-            run: calls a function with arguments on a thread that may block; the thread that completes this by default.
-        """
+    def __init__(self) -> None:
+        """A future that is not complete."""
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Future[T]], None]] | None = None  # like the next one, made when needed
         self._short_callbacks: list[Callable[[Future[T]], None]] | None = None
         self._lock = threading.Lock()
-        self._help_on = help_on
-        self._cancel = cancel
-        self._run = run
+
+    # For those that say more of how they are completed: a call (``peer.py``), and what follows one.
+
+    def _help(self, timeout_s: float) -> None:
+        """Receive messages on this thread, which waits, for so many seconds at most."""
+
+    def _run(self, task: Callable[..., None], *arguments: Any) -> None:
+        """Call ``task(*arguments)`` on a thread that may block."""
+        task(*arguments)
+
+    def _tell_of_cancel(self) -> None:
+        """Say that nobody waits for this any more."""
 
     def done(self) -> bool:
         """Return whether there is a value or an error."""
@@ -88,10 +75,7 @@ class Future(Generic[T]):
         """
         if not self._done:
             until = None if timeout_s is None else time.monotonic() + timeout_s
-            help_on = self._help_on
-            if help_on is not None:
-                help_on(self.done, threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
-            del help_on  # an error that is raised here keeps this frame, and so the call with what its callee relies on
+            self._help(threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
             if not self._done and not self._sleep(until):
                 raise TimeoutError(f"the call has not returned within {timeout_s:g} s; it goes on")
         if self._error is not None:
@@ -116,19 +100,7 @@ class Future(Generic[T]):
 
     def then(self, function: Callable[[T], Any]) -> Future[Any]:
         """Return a future of what ``function`` makes of the value. An error is handed on, without a call."""
-        following: Future[Any] = Future(self._help_on, self.cancel, self._run)
-
-        def follow(this: Future[T]) -> None:
-            if this._error is not None:
-                following.set_exception(this._error)
-                return
-            try:
-                following.set_result(function(this._value))  # type: ignore[arg-type]
-            except BaseException as error:
-                following.set_exception(error)
-
-        self.add_done_callback(follow)
-        return following
+        return _Following(self, function)
 
     def add_done_callback(self, callback: Callable[[Future[T]], None], *, short: bool = False) -> None:
         """Have ``callback`` called with this future when it is complete.
@@ -150,10 +122,9 @@ class Future(Generic[T]):
 
     def cancel(self) -> bool:
         """Give up the call: what has not begun will not, and what has begun is told. Whether that was in time."""
-        cancel = self._cancel
         given_up = self._complete(None, Cancelled("the call was given up with cancel()"))
-        if given_up and cancel is not None:
-            cancel()
+        if given_up:
+            self._tell_of_cancel()
         return given_up
 
     def set_result(self, value: T) -> bool:
@@ -169,15 +140,12 @@ class Future(Generic[T]):
             if self._done:
                 return False
             self._value, self._error, self._done = value, error, True
-            short, callbacks, run = self._short_callbacks, self._callbacks, self._run
+            short, callbacks = self._short_callbacks, self._callbacks
             self._short_callbacks = self._callbacks = None
-            self._run = self._cancel = self._help_on = None  # they refer to the call, which refers to this
         if short:
             self._call_back(short)
-        if callbacks and run is not None:
-            run(self._call_back, callbacks)
-        elif callbacks:
-            self._call_back(callbacks)
+        if callbacks:
+            self._run(self._call_back, callbacks)
         return True
 
     def _call_back(self, callbacks: list[Callable[[Future[T]], None]]) -> None:
@@ -203,3 +171,36 @@ class Future(Generic[T]):
             self.add_done_callback(wake, short=True)
             yield from waiter
         return self.wait(0)
+
+
+class _Following(Future[Any]):
+    """What a function makes of the value of another future."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, before: Future[Any], function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._before = before
+        before.add_done_callback(partial(self._follow, function))
+
+    def _help(self, timeout_s: float) -> None:
+        self._before._help(timeout_s)
+
+    def _run(self, task: Callable[..., None], *arguments: Any) -> None:
+        self._before._run(task, *arguments)
+
+    def _tell_of_cancel(self) -> None:
+        self._before.cancel()
+
+    def _follow(self, function: Callable[[Any], Any], before: Future[Any]) -> None:
+        try:
+            if before._error is not None:
+                self.set_exception(before._error)
+            else:
+                self.set_result(function(before._value))
+        except BaseException as error:
+            self.set_exception(error)
+        self._before = _NONE  # whoever keeps this does not keep that value too
+
+
+_NONE: Future[Any] = Future()

@@ -23,6 +23,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from phalanx.diagnosis.call_site import capture, text_of
@@ -402,27 +403,24 @@ def start_on(
 ) -> Future[Any]:
     """Begin a call of a method, or of a function with the object as its first argument."""
     name = function if isinstance(function, str) else verbs.name_of(function)
-    asked = f"{target._type_name}.{name}"
     # With the reference among what is sent, the object lives until the call has returned.
-    value = (target, function, args, kwargs)
-    worker = session.worker()
-    future = requests.request(worker, target._owner, _METHOD, value, timeout_s, asked=asked, codec=_OF_METHOD)
-    following: Future[Any] = Future(future._help_on, future.cancel, worker.run)
-
-    def follow(done: Future[Any]) -> None:
-        try:
-            following.set_result(streams.received(done.wait(0), timeout_s))
-        except WorkerLost as error:
-            own = error.incarnation == target._owner.incarnation  # else it was raised by what the object called
-            following.set_exception(_lost(target, error) if own else error)
-        except BaseException as error:
-            following.set_exception(error)
-
-    future.add_done_callback(follow, short=True)
-    return following
+    return requests.request(
+        session.worker(),
+        target._owner,
+        _METHOD,
+        (target, function, args, kwargs),
+        timeout_s,
+        asked=f"{target._type_name}.{name}",
+        made=partial(streams.received, timeout_s=timeout_s),
+        failed=partial(_failed, target),
+        codec=_OF_METHOD,
+    )
 
 
-def _lost(target: RemoteObject, error: WorkerLost) -> ObjectLost:
+def _failed(target: RemoteObject, error: BaseException) -> BaseException:
+    """Make the error of a call of an object, which is lost with its owner but not with a worker that it called."""
+    if not isinstance(error, WorkerLost) or error.incarnation != target._owner.incarnation:
+        return error
     lost = ObjectLost(f"{target!r} is gone with its worker: {error}. Make it again")
     vars(lost).update(vars(error))
     return lost

@@ -42,7 +42,7 @@ class Peer:
     ===============  ==============================  =================================================
     ``link``         who dials, welcomes, or ends    lock of ``Connections``; None before and after
     ``calls``        callers, who takes answers      none: one operation of a dict each
-    ``given_up``     callers, who takes answers      the same; calls whose callee relies on something
+    ``given_up``     callers, who takes answers      the same; what callees of calls given up rely on
     ``nbytes``       callers                         room of ``Calls``; arguments of calls under way
     ``requests``     who receives, who answers       none: one operation of a dict each
     ``cancelled``    who receives                    the same; cancellations that overtook their call
@@ -54,27 +54,28 @@ class Peer:
     link: Link | None = None
     connecting: threading.Lock = field(default_factory=threading.Lock)  # held by who makes the link
     calls: dict[int, Call] = field(default_factory=dict)
-    given_up: dict[int, Call] = field(default_factory=dict)
+    given_up: dict[int, Sequence[Kept]] = field(default_factory=dict)
     nbytes: int = 0
     requests: dict[int, Incoming] = field(default_factory=dict)
     cancelled: dict[int, None] = field(default_factory=dict)
     kept: dict[int, list[Kept]] = field(default_factory=dict)
 
 
-@dataclass(eq=False, slots=True)
-class Call:
-    """A request without an answer yet.
+class Call(Future[Any]):
+    """A request to a peer, and the future of its answer.
 
-    Attributes:
+    Args:
         calls: all of them.
         peer: who is asked.
         asked: what, for people.
         timeout_s: after how long the caller gives up.
         site: where the program made the call.
         made: makes the future's value of the answer.
+        failed: makes the future's error of the one that ended the call.
         codec: how the answer is read.
         kept: what the callee relies on until it answers; see ``codec.py``.
-        future: gets the answer.
+
+    Attributes:
         number: unique in this process.
         began, until: when the call was made, and when the caller gives up, by ``time.monotonic``.
         note_at: the time at which the user is told that it takes long.
@@ -82,27 +83,27 @@ class Call:
         is_seen: the launcher knows of it, as of all that are under way for a second.
     """
 
-    calls: Calls
-    peer: Peer
-    asked: str
-    timeout_s: float
-    site: CallSite | None
-    made: Callable[[Any], Any] | None
-    codec: Codec
-    kept: Sequence[Any]
-    future: Future[Any] = field(init=False)
-    number: int = field(init=False)
-    began: float = field(init=False)
-    until: float = field(init=False)
-    note_at: float = math.inf
-    nbytes: int = 0
-    is_seen: bool = False
-
-    def __post_init__(self) -> None:
-        self.number = self.calls.number()
+    def __init__(
+        self,
+        calls: Calls,
+        peer: Peer,
+        asked: str,
+        timeout_s: float,
+        site: CallSite | None,
+        made: Callable[[Any], Any] | None,
+        failed: Callable[[BaseException], BaseException] | None,
+        codec: Codec,
+        kept: Sequence[Kept],
+    ) -> None:
+        super().__init__()
+        self.calls, self.peer, self.asked, self.timeout_s, self.site = calls, peer, asked, timeout_s, site
+        self._made, self._failed, self.codec, self.kept = made, failed, codec, kept
+        self.number = calls.number()
         self.began = now = time.monotonic()
-        self.until = now + self.timeout_s
-        self.future = Future(self._help, self._cancel, self.calls.run)
+        self.until = now + timeout_s
+        self.note_at = math.inf
+        self.nbytes = 0
+        self.is_seen = False
 
     @property
     def to(self) -> Member:
@@ -113,14 +114,17 @@ class Call:
         """Return whether nobody has completed it, or given it up."""
         return self.number in self.peer.calls
 
-    def _help(self, done: Callable[[], bool], timeout_s: float) -> None:
+    def _help(self, timeout_s: float) -> None:
         if os.getpid() != self.calls.pid:
             raise ClosedError.of_parent("this call", os.getpid())
         under_way, number, link = self.peer.calls, self.number, self.peer.link
         if link is not None:  # when the answer has come, another thread may still settle what is in it
             link.wait(lambda: number not in under_way, number, min(timeout_s, self.until - time.monotonic()))
 
-    def _cancel(self) -> None:
+    def _run(self, task: Callable[..., None], *arguments: Any) -> None:
+        self.calls.run(task, *arguments)
+
+    def _tell_of_cancel(self) -> None:
         self.calls.cancel(self)
 
     def decode(self, message: Message) -> Any:
@@ -130,14 +134,18 @@ class Call:
         return self.codec.decode(message.head, message.buffers)
 
     def complete(self, kind: Kind, value: Any) -> None:
-        """Complete the future with what has been made of the answer: its value, or an exception."""
+        """Complete it with what the answer was: a value, or an exception."""
         if kind is Kind.FAILURE:
-            self.future.set_exception(value)
+            self.set_exception(value)
             return
         try:
-            self.future.set_result(value if self.made is None else self.made(value))
+            self.set_result(value if self._made is None else self._made(value))
         except Exception as error:
-            self.future.set_exception(error)
+            self.set_exception(error)
+
+    def _complete(self, value: Any, error: BaseException | None) -> bool:
+        failed, self._made, self._failed = self._failed, None, None  # whoever keeps the future does not keep those
+        return super()._complete(value, failed(error) if failed is not None and error is not None else error)
 
     def _name(self) -> str:
         where = shown(text_of(self.site))
@@ -219,10 +227,6 @@ class Calls:
         """Return the calls that are under way."""
         return [call for peer in self._peers() for call in list(peer.calls.values())]
 
-    def of(self, future: Future[Any]) -> Call | None:
-        """Return the call that completes a future, if it is under way."""
-        return next((call for call in self.all() if call.future is future), None)
-
     def add(self, call: Call) -> None:
         """Enter a call, before it is sent."""
         call.note_at = call.began + self._seen_s
@@ -241,6 +245,7 @@ class Calls:
         """Remove a call, for whoever completes it; None if somebody has done so."""
         call = peer.calls.pop(number, None)
         if call is not None:
+            call.kept = ()  # whoever keeps the future does not keep that too
             if call is self._shown:
                 self._show()
             if call.nbytes or self._waiting:
@@ -261,8 +266,8 @@ class Calls:
         """Remove a call whose callee relies on what it keeps until the answer comes; whether it was under way."""
         if not call.is_under_way():
             return False
-        if call.kept:  # before it is taken, so that its answer finds it here or there
-            call.peer.given_up[call.number] = call
+        if kept := call.kept:  # before it is taken, so that its answer finds it here or there
+            call.peer.given_up[call.number] = kept
         if self.take(call.peer, call.number) is None:
             call.peer.given_up.pop(call.number, None)
             return False

@@ -172,6 +172,7 @@ class Worker:
         *,
         asked: str = "",
         made: Callable[[Any], Any] | None = None,
+        failed: Callable[[BaseException], BaseException] | None = None,
         codec: Codec = PICKLED,
     ) -> Future[Any]:
         """Have ``to`` run a service with ``value``, at most once, and return a future of what it returns.
@@ -183,6 +184,7 @@ class Worker:
             timeout_s: until the answer; this worker's default if None; infinity for no limit.
             asked: the call in words, for errors; the service's name by default.
             made: makes the future's value of the answer.
+            failed: makes the future's error of the one that ended the call.
             codec: how the value is written and the answer is read; by pickle unless it says otherwise.
 
         The future ends with the handler's exception (its own type where it can be, with the remote traceback as its
@@ -192,10 +194,9 @@ class Worker:
             RankError: there has been no such worker.
             EncodingError: the value cannot be sent.
         """
-        self._require_allowed(codec, asked or service)
         (head, buffers), kept = sending(codec.encode, value)
         return self.request_encoded(
-            to, service, head, buffers, timeout_s, asked=asked, kept=kept, made=made, codec=codec
+            to, service, head, buffers, timeout_s, asked=asked, kept=kept, made=made, failed=failed, codec=codec
         )
 
     def request_encoded(
@@ -209,6 +210,7 @@ class Worker:
         asked: str = "",
         kept: Sequence[Any] = (),
         made: Callable[[Any], Any] | None = None,
+        failed: Callable[[BaseException], BaseException] | None = None,
         codec: Codec = PICKLED,
     ) -> Future[Any]:
         """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``codec.py``."""
@@ -216,8 +218,8 @@ class Worker:
         self._require_allowed(codec, asked or service)
         peer = self._connections.peer(self.member(to))
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        call = Call(self._calls, peer, asked or service, allowed, capture(2), made, codec, kept)
-        number, until, future = call.number, call.until, call.future
+        call = Call(self._calls, peer, asked or service, allowed, capture(2), made, failed, codec, kept)
+        number, until = call.number, call.until
         try:
             self._calls.add(call)
             if self._closed:  # since the first look, so close() may have ended all calls before this one
@@ -227,7 +229,7 @@ class Worker:
             self._calls.wait_for_room(call, nbytes)
             if not call.is_under_way():  # its time was over meanwhile, or it was given up, or this worker was closed
                 peer.given_up.pop(number, None)
-                return future
+                return call
             link.send(Message(Kind.REQUEST, number, service, head, buffers), until - time.monotonic())
         except Unreached as error:
             taken = self._calls.take(peer, number)
@@ -237,23 +239,24 @@ class Worker:
                 self._on_late([call])
             elif taken is not None:
                 lost = isinstance(error, EncryptionMismatch) and error
-                future.set_exception(lost or self._lost(call, str(error) or type(error).__name__))
+                call.set_exception(lost or self._lost(call, str(error) or type(error).__name__))
         except Exception:
             self._calls.take(peer, number)  # nobody has received it
-            future.cancel()
+            call.cancel()
             raise
         except BaseException:  # a signal, before or after it was sent
-            future.cancel()
+            call.cancel()
             raise
-        return future
+        return call
 
     def overdue(self, future: Future[Any], timeout_s: float) -> CallTimeout | None:
         """Make the error for a call that goes on, though this process has waited long enough; None if it is over.
 
         It asks why, which takes a second or two at most.
         """
-        call = self._calls.of(future)
-        return self.inquiries.overdue(call, timeout_s) if call is not None else None
+        if not isinstance(future, Call) or not future.is_under_way():
+            return None
+        return self.inquiries.overdue(future, timeout_s)
 
     def notify(self, to: str | int | Member, service: str, value: Any) -> None:
         """Like ``request``, but nothing comes back, and nobody learns of an error.
@@ -296,7 +299,7 @@ class Worker:
         self.directory.close()
         for peer in {*peers, *self._connections.peers()}:
             for call in self._calls.take_all(peer):
-                call.future.set_exception(self._ended_here(call))
+                call.set_exception(self._ended_here(call))
         self.inquiries.close()
         if self._mark is not None:
             self._mark.close()
@@ -329,7 +332,7 @@ class Worker:
 
     def _give_up(self, calls: list[Call], findings: list[Finding]) -> None:
         for call, finding in zip(calls, findings, strict=True):
-            call.future.set_exception(call.late(call.timeout_s, finding.text, finding.cause, finding.at))
+            call.set_exception(call.late(call.timeout_s, finding.text, finding.cause, finding.at))
             self._tell_of_end(call)
 
     def _on_long(self, calls: list[Call]) -> None:
@@ -369,7 +372,7 @@ class Worker:
         departure = Departure(left, why)
         self.directory.note_gone(peer.member, departure)
         for call in self._calls.take_all(peer):
-            call.future.set_exception(self._lost(call, why))
+            call.set_exception(self._lost(call, why))
         self._serving.forget(peer)
         self._handlers.run(self._tell_watchers, peer.member, departure)
         if not left:  # else it has said so itself
@@ -404,7 +407,7 @@ class Worker:
             try:
                 value, to_settle = receiving(call.decode, message)
             except Exception as error:
-                call.future.set_exception(error)
+                call.set_exception(error)
             else:
                 if wants_receipt and to_settle:
                     self.run(self._settle_answer, call, message.kind, value, to_settle)
