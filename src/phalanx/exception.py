@@ -8,7 +8,7 @@ from typing import ClassVar
 __all__ = ["PhalanxError", "chain"]
 
 # Modules of which every error has a section (explain/errors.py).
-_EXPLAINED = ("phalanx.errors", "phalanx.rpc.connections", "phalanx.rpc.autograd.errors")
+_EXPLAINED = ("phalanx.errors", "phalanx.rpc.connections", "phalanx.rpc.autograd.passes")
 
 
 class PhalanxError(RuntimeError):

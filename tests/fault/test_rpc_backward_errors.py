@@ -18,8 +18,7 @@ from tests.support.waiting import soon
 from phalanx import rpc
 from phalanx.errors import ArgumentError, PhalanxError, WorkerLost
 from phalanx.rpc.autograd.contexts import contexts
-from phalanx.rpc.autograd.errors import BackwardError
-from phalanx.rpc.autograd.passes import Pass
+from phalanx.rpc.autograd.passes import BackwardError, Pass
 
 Do = Callable[..., Any]
 

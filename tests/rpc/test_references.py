@@ -234,7 +234,7 @@ def empty() -> None:
 def compare(living: list[int]) -> str:
     """Empty if what lives is what is held; the difference in words."""
     reports = [rpc.call(rank, report) for rank in living]
-    owners = {session.worker().member(rank).incarnation for rank in living}
+    owners = {session.worker().directory.find(rank).incarnation for rank in living}
     held = {each for has, _ in reports for each in has if each[0] in owners}
     alive = {each for _, owns in reports for each in owns}
     leaked, lost = sorted(alive - held), sorted(held - alive)

@@ -77,7 +77,7 @@ def test_worker_that_cannot_attach_anothers_memory_talks_over_tcp() -> None:
         member.meet("called")
         watch.stop()
         own = session.worker()
-        link: Any = own._connections.link_now(own.member(next_of(member)))
+        link: Any = own._connections.link_now(own.directory.find(next_of(member)))
         return link.name, set(changes)
 
     assert with_workers(body, 2, before=before) == [("tcp", {"came"})] * 2

@@ -58,7 +58,7 @@ def test_watch_tells_once_who_comes_leaves_and_dies() -> None:
         watch.stop()
         member.say("leave")
         log.wait_for(("worker2", "left"))
-        os.kill(session.worker().member("worker1").pid, signal.SIGKILL)
+        os.kill(session.worker().directory.find("worker1").pid, signal.SIGKILL)
         log.wait_for(("worker1", "lost"))
         of_one.wait_for(("worker1", "lost"))
         with pytest.raises(WorkerLost):

@@ -211,14 +211,14 @@ def test_worker_of_rpc_is_not_disturbed_by_strangers(tcp: bool) -> None:
                 sock, response = listener.proof(claim=said)
                 with sock:
                     assert json.loads(answer_to(sock, response)) == {}, offer  # then it goes by TCP
-        assert session.worker().members() == rpc.call(next_of(member), _members)
-        assert len(session.worker().members()) == member.size
+        assert session.worker().directory.all() == rpc.call(next_of(member), _members)
+        assert len(session.worker().directory.all()) == member.size
 
     with_workers(body, 3, before=lambda _: workers.use_tcp() if tcp else None)
 
 
 def _members() -> list[rpc.Member]:
-    return session.worker().members()
+    return session.worker().directory.all()
 
 
 def worker_listening(member: Member) -> Listener:

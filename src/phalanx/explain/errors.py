@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from phalanx import errors, rpc
-from phalanx.rpc.autograd.errors import BackwardError
+from phalanx.rpc.autograd.passes import BackwardError
 
 _SECTION = re.compile(r"^(Example|What to do|Attributes):$", re.MULTILINE)
 _ROLE = re.compile(r":\w+:`~?([^`]*)`")

@@ -203,12 +203,14 @@ class Members:
         self._read_new()
         return [each for each in members if each.incarnation not in self._over and each.incarnation not in self._gone]
 
-    def find(self, to: str | int) -> Member:
-        """Return the newest worker of a name or a rank, which may be gone.
+    def find(self, to: str | int | Member) -> Member:
+        """Return the newest worker of a name or a rank, which may be gone; a ``Member`` is found already.
 
         Raises:
             RankError: there has been none.
         """
+        if isinstance(to, Member):
+            return to
         known = self._entries.get(self._bearers.get(to, 0))
         if known is not None and known.incarnation not in self._gone:
             return known

@@ -260,7 +260,7 @@ def _wait_for_others(made: Worker, timeout_s: float) -> None:
 
     def wait() -> None:
         # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
-        late[:] = [member for member in made.members() if member.rank >= 0]
+        late[:] = [member for member in made.directory.all() if member.rank >= 0]
         made.directory.say_done(made.me)
 
         def missing() -> list[Member]:

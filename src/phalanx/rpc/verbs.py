@@ -9,6 +9,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -17,7 +18,7 @@ from phalanx.errors import ArgumentError, WorkerLost
 from phalanx.rpc import session, streams
 from phalanx.rpc.autograd import requests
 from phalanx.rpc.autograd.contexts import contexts
-from phalanx.rpc.codec import pickled_parts, sending
+from phalanx.rpc.codec import keep, pickled_parts, sending
 from phalanx.rpc.failure import RemoteTraceback
 from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import SentToMany
@@ -137,15 +138,20 @@ def each(
     """
     worker = session.worker()
     if group is None:
-        group = [member for member in worker.members() if member != worker.me]
+        group = [member for member in worker.directory.all() if member != worker.me]
     if contexts.current() is not None:  # each worker's part of the graph has edges of its own
         return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
     (head, buffers), kept = sending(ASKED.encode, (function, args, kwargs))
     name, made = name_of(function), partial(streams.received, timeout_s=timeout_s)
     with contextlib.closing(SentToMany(buffers)) as shared:
-        return [
-            worker.request_encoded(to, CALL, head, shared, timeout_s, asked=name, kept=kept, made=made) for to in group
-        ]
+
+        def encoded(_: None) -> tuple[bytes, list[memoryview]]:
+            for thing, taken in kept:
+                keep(thing, taken)
+            return head, shared
+
+        codec = replace(ASKED, encode=encoded)
+        return [worker.request(to, CALL, None, timeout_s, asked=name, made=made, codec=codec) for to in group]
 
 
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -35,7 +35,7 @@ def workers() -> list[Member]:
     Raises:
         ClosedError: this process is not a worker.
     """
-    return session.worker().members()
+    return session.worker().directory.all()
 
 
 def describe() -> str:
@@ -102,7 +102,7 @@ class Watch:
                 self._note_end(*change)
 
     def _look(self) -> None:
-        for member in self._worker.members():
+        for member in self._worker.directory.all():
             if member.incarnation in self._there or member.incarnation in self._over:
                 continue
             if not self._is_watched(member):

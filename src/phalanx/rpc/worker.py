@@ -1,8 +1,8 @@
 """This process as a worker: the links to the others, the calls under way, and the services that others may ask for.
 
 Everything above (verbs, remote objects, distributed autograd, torch's names) is written above all with: ``request``,
-``notify``, ``serve``, ``member`` and ``members``. A call is made at most once: it is sent on one link, and if that link
-ends before the answer, the caller is told, and the call is not sent again.
+``notify``, ``serve`` and the ``directory``. A call is made at most once: it is sent on one link, and if that link ends
+before the answer, the caller is told, and the call is not sent again.
 """
 
 from __future__ import annotations
@@ -105,18 +105,6 @@ class Worker:
             self.close()
             raise
 
-    def member(self, to: str | int | Member) -> Member:
-        """Return the newest worker of this name or rank; it may be gone by now.
-
-        Raises:
-            RankError: there has been none.
-        """
-        return to if isinstance(to, Member) else self.directory.find(to)
-
-    def members(self) -> list[Member]:
-        """Return all living workers, by rank and name."""
-        return self.directory.all()
-
     def serve(
         self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False, codec: Codec = PICKLED
     ) -> None:
@@ -139,10 +127,6 @@ class Worker:
         """
         self._watchers[callback] = None
         return lambda: self._watchers.pop(callback, None)
-
-    def known_gone(self) -> list[Member]:
-        """Return the workers of which this process knows that they are no more; the store is not asked."""
-        return self.directory.known_gone()
 
     def reach(self, member: Member, patience_s: float) -> Departure | None:
         """Make a link to a worker, so that its end is noticed. Return how it went; None if it is there or not known."""
@@ -194,31 +178,16 @@ class Worker:
             RankError: there has been no such worker.
             EncodingError: the value cannot be sent.
         """
-        (head, buffers), kept = sending(codec.encode, value)
-        return self.request_encoded(
-            to, service, head, buffers, timeout_s, asked=asked, kept=kept, made=made, failed=failed, codec=codec
-        )
-
-    def request_encoded(
-        self,
-        to: str | int | Member,
-        service: str,
-        head: bytes | memoryview,
-        buffers: list[memoryview],
-        timeout_s: float | None = None,
-        *,
-        asked: str = "",
-        kept: Sequence[Any] = (),
-        made: Callable[[Any], Any] | None = None,
-        failed: Callable[[BaseException], BaseException] | None = None,
-        codec: Codec = PICKLED,
-    ) -> Future[Any]:
-        """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``codec.py``."""
         self._require_open()
-        self._require_allowed(codec, asked or service)
-        peer = self._connections.peer(self.member(to))
+        if self._typed_only and codec.unpickles:
+            raise EncodingError(
+                f"this worker unpickles nothing (rpc.init(typed_only=True)), so it cannot ask for {asked or service}, "
+                f"whose answer is a pickle. It can call typed services: rpc.service(to, name, Interface)"
+            )
+        (head, buffers), kept = sending(codec.encode, value)
+        peer = self._connections.peer(self.directory.find(to))
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        call = Call(self._calls, peer, asked or service, allowed, capture(2), made, failed, codec, kept)
+        call = Call(self._calls, peer, asked or service, allowed, capture(), made, failed, codec, kept)
         number, until = call.number, call.until
         try:
             self._calls.add(call)
@@ -265,7 +234,7 @@ class Worker:
         services are quick. A request may begin before a notice that was sent earlier, or after a later one.
         """
         self._require_open()
-        peer = self._connections.peer(self.member(to))
+        peer = self._connections.peer(self.directory.find(to))
         head, buffers = PICKLED.encode(value)
         try:
             link = self._connections.link_to(peer, time.monotonic() + self.timeout_s)
@@ -316,13 +285,6 @@ class Worker:
             raise ClosedError("a worker was used after rpc.shutdown()")
         if os.getpid() != self._pid:
             raise ClosedError.of_parent("this worker", os.getpid())
-
-    def _require_allowed(self, codec: Codec, asked: str) -> None:
-        if self._typed_only and codec.unpickles:
-            raise EncodingError(
-                f"this worker unpickles nothing (rpc.init(typed_only=True)), so it cannot ask for {asked}, "
-                f"whose answer is a pickle. It can call typed services: rpc.service(to, name, Interface)"
-            )
 
     def _tell_of_end(self, call: Call) -> None:
         self._handlers.run(self._notice, call.peer, CANCEL, call.number, 1.0)

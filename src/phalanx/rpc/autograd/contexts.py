@@ -169,7 +169,7 @@ class Contexts:
             if context is not None or number in self._released:
                 return context
             context = self._contexts[number] = Context(number, sender)
-        if sender in self.worker().known_gone():  # so its end was told before there was a context to release
+        if sender in self.worker().directory.known_gone():  # so its end was told before there was a context to release
             self.release(number, sender)
             return None
         return context

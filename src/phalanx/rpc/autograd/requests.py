@@ -117,7 +117,7 @@ def request(
     """:meth:`Worker.request`; in a context, the tensors of ``value`` and of what is returned take part in it."""
     if contexts.current() is None:
         return worker.request(to, service, value, timeout_s, asked=asked, made=made, failed=failed, codec=codec)
-    member = worker.member(to)
+    member = worker.directory.find(to)
     carried = _Carried(_arrive, worker.me, member, value, encode=codec.encode)
     return worker.request(member, service + _IN_CONTEXT, carried, timeout_s, asked=asked, made=made, failed=failed)
 

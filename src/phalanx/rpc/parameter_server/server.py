@@ -1,4 +1,4 @@
-"""The server's side: shards of models, by name. Every worker can be a server.
+"""The server's side: shards of models, by name, and which server has which. Every worker can be a server.
 
 A shard is one server's pieces of the parameters, with their optimizer and the trainers that push to it. Its lock guards
 all of it, and no thread holds that while it waits for another worker. Gradients are applied on the thread that brings
@@ -8,6 +8,7 @@ for a trainer that is lost is looked at again.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,12 +20,11 @@ from phalanx.errors import ArgumentError, CheckpointError
 from phalanx.rpc import session
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
-from phalanx.rpc.parameter_server.sharing import Piece
 from phalanx.rpc.worker import Incoming, Worker
 from phalanx.training import checkpoint
 from phalanx.words import tell
 
-__all__ = ["ASK", "ATTACH", "BOUNDED", "MODES", "SYNCHRONOUS", "Pulled", "Settings"]
+__all__ = ["ASK", "ATTACH", "BOUNDED", "MODES", "SYNCHRONOUS", "Piece", "Pulled", "Settings", "shared_out"]
 
 # Services: to become a trainer, and to ask a shard for one of _ACTIONS.
 ATTACH, ASK = "parameters.attach", "parameters.ask"
@@ -48,6 +48,46 @@ class Settings(NamedTuple):
     sparse_options: dict[str, Any]
     checkpoint: str  # empty for none
     checkpoint_steps: int
+
+
+class Piece(NamedTuple):
+    """Some rows of a parameter, which one server has.
+
+    Attributes:
+        parameter: the number of the parameter in the model.
+        first, end: its rows (indices of the first dimension); 0 and 1 for a parameter without dimensions.
+        sparse: whether its gradients are those of a few rows, as ``nn.Embedding(sparse=True)`` makes them.
+    """
+
+    parameter: int
+    first: int
+    end: int
+    sparse: bool
+
+
+def shared_out(shapes: Sequence[Sequence[int]], sparse: Sequence[bool], servers: int) -> list[list[Piece]]:
+    """The pieces of each server. Every worker computes the same from the same shapes.
+
+    A parameter with more elements than one server's share is cut into as many pieces as there are servers, if it has
+    the rows for it. Then the largest piece that is left goes to the server that has the least.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    share = sum(sizes) / servers
+    pieces: list[tuple[int, Piece]] = []
+    for number, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+        rows = shape[0] if len(shape) else 1
+        parts = min(servers, max(1, rows)) if size > share else 1
+        row = size // max(1, rows)
+        for part in range(parts):
+            first, end = rows * part // parts, rows * (part + 1) // parts
+            pieces.append(((end - first) * row, Piece(number, first, end, sparse[number])))
+    found: list[list[Piece]] = [[] for _ in range(servers)]
+    loads = [0] * servers
+    for size, piece in sorted(pieces, key=lambda each: (-each[0], each[1])):
+        least = loads.index(min(loads))
+        found[least].append(piece)
+        loads[least] += size
+    return [sorted(each) for each in found]
 
 
 class _Trainer:
@@ -301,7 +341,7 @@ class _Server:
         if not trains:
             return shard.pull(incoming.peer)
         pulled = shard.add(incoming.peer)
-        if incoming.peer in self._worker.known_gone():  # it died meanwhile, before there was a trainer to drop
+        if incoming.peer in self._worker.directory.known_gone():  # it died before there was a trainer to drop
             shard.drop(incoming.peer)
         return pulled
 

@@ -16,8 +16,17 @@ from phalanx.errors import ArgumentError, ClosedError, RankError, WorkerLost
 from phalanx.rpc import session
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
-from phalanx.rpc.parameter_server.server import ASK, ATTACH, BOUNDED, MODES, SYNCHRONOUS, Pulled, Settings
-from phalanx.rpc.parameter_server.sharing import Piece, shared_out
+from phalanx.rpc.parameter_server.server import (
+    ASK,
+    ATTACH,
+    BOUNDED,
+    MODES,
+    SYNCHRONOUS,
+    Piece,
+    Pulled,
+    Settings,
+    shared_out,
+)
 from phalanx.rpc.worker import Worker
 from phalanx.wrong_arguments import require
 

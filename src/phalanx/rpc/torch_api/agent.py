@@ -101,7 +101,7 @@ class TensorPipeAgent:
         try:
             if world_size:  # nobody calls a worker that is not in the directory yet
                 self._exchange("there", "")
-            self._others = [made.member(each) for each in names if each != name]
+            self._others = [made.directory.find(each) for each in names if each != name]
             if world_size:
                 if rank > 0:  # so that the first calls of rank 0 find a link
                     made.reach(self._others[0], session.REACH_S)
@@ -151,7 +151,7 @@ class TensorPipeAgent:
     def member(self, to: Any) -> Member:
         """The worker that torch calls so."""
         try:
-            return self.phalanx.member(to.name if isinstance(to, cpp.WorkerInfo) else to)
+            return self.phalanx.directory.find(to.name if isinstance(to, cpp.WorkerInfo) else to)
         except RankError as error:
             raise RankError(f"could not find destination {to}: {error}") from None
 
@@ -182,7 +182,7 @@ class TensorPipeAgent:
         """All workers."""
         if self.is_static_group:
             return list(self._infos)
-        there = [member for member in self.phalanx.members() if member not in self._left]
+        there = [member for member in self.phalanx.directory.all() if member not in self._left]
         return [cpp.WorkerInfo(member.name, member.rank) for member in there]
 
     @property
@@ -255,7 +255,7 @@ class TensorPipeAgent:
 
         def missing() -> list[Member]:
             nonlocal begun
-            gone = self.phalanx.known_gone()
+            gone = self.phalanx.directory.known_gone()
             for rank, member in list(late.items()):
                 if store.check([str(rank)]):
                     begun += int(store.get(str(rank)))
@@ -284,7 +284,7 @@ def wait_all_workers(timeout: float = api.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Stand in for torch's ``_wait_all_workers``: wait until nobody calls any more."""
     agent().join(timeout=timeout)
     own = agent().phalanx
-    for member in own.known_gone():
+    for member in own.directory.known_gone():
         departure = own.reach(member, 0.0)
         if departure is not None and not departure.left:
             tell(f"warning: {member.name} is gone; rpc.shutdown() goes on without it")
