@@ -74,7 +74,6 @@ benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured he
 	$(BIN)/python benchmarks/start_ranks.py
 	$(BIN)/python benchmarks/ddp_step.py
 	$(BIN)/python benchmarks/training.py
-	$(BIN)/python benchmarks/rpc_link.py
 	$(BIN)/python benchmarks/rpc_join.py
 
 sanitize: $(VENV)/.installed  ## The C core under sanitizers, ten times longer than in the tests

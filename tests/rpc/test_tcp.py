@@ -18,7 +18,7 @@ from phalanx.errors import CallTimeout
 from phalanx.rpc import connections, session
 from phalanx.rpc.links.contract import Kind, LinkEnded, Message
 from phalanx.rpc.links.readers import Readers
-from phalanx.rpc.links.shared import SharedHub, SharedLink
+from phalanx.rpc.links.shared import Offer, SharedHub, SharedLink
 from phalanx.rpc.links.socket import SocketLink
 from phalanx.wire.session import Session
 from tests.rpc import workers
@@ -61,7 +61,7 @@ def test_stopped_worker_is_not_lost_and_holds_up_nobody_for_long() -> None:
 
 
 def test_worker_that_cannot_attach_anothers_memory_talks_over_tcp() -> None:
-    def out_of_reach(hub: SharedHub, offer: bytes) -> SharedLink:
+    def out_of_reach(hub: SharedHub, offer: Offer) -> SharedLink:
         hub.withdraw(offer)
         raise LinkEnded("its shared memory is out of reach: Permission denied")
 

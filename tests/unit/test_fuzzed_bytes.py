@@ -55,7 +55,7 @@ from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc import connections
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.links.contract import Kind, Link, Message
-from phalanx.rpc.links.shared import Box, Damaged, SharedHub, pack, received
+from phalanx.rpc.links.shared import Box, Damaged, pack, received
 from phalanx.rpc.members import Member
 from phalanx.rpc.services import Signature
 from phalanx.system.foreign_values import checked, is_number, read_json
@@ -222,7 +222,9 @@ def of_workers() -> Iterator[Parser]:
     yield Parser("a message in shared memory", [image], boxed, (Damaged,))
 
     me = asdict(Member("worker1", 1, "h1", 4242, 3, "10.0.0.1", 4000))
-    claim = as_bytes(me=me, to=4, offer="{}", exchange="00" * 32)
+    cookie = "AAAAAAAAAAAAAAAAAAAAAA=="
+    offer = {"pid": 4242, "channel": 5, "cookie": cookie, "place": 7, "place_cookie": cookie}
+    claim = as_bytes(me=me, to=4, offer=offer, exchange="00" * 32)
     yield Parser("the claim of a worker", [claim], msgspec.json.Decoder(connections.Claim).decode, NOT_READ)
 
     signature = Signature(example)
@@ -231,24 +233,7 @@ def of_workers() -> Iterator[Parser]:
     yield Parser("a call without pickle", [bytes(head)], lambda data: signature.decode(data, buffers), (EncodingError,))
     yield Parser("the failure of a call", [failure], Failure.decode, (EncodingError,))
 
-    hub = SharedHub.__new__(SharedHub)
-    taken: list[object] = []
-
-    def accept(*numbers: object) -> int:
-        taken.append(numbers)
-        return 0
-
-    hub._core = cast(Any, SimpleNamespace(phx_rpc_accept=accept, phx_rpc_close=lambda _: None))
-    hub._handle = 1
-
-    def offered(data: bytes) -> object:
-        taken.clear()
-        hub.accept(data)
-        return taken or None
-
-    offer = as_bytes(pid=4242, channel=5, cookie="00" * 16, place=7, place_cookie="ff" * 16)
     answers = [as_bytes(shared=True), as_bytes(refused="another worker is at its address")]
-    yield Parser("the offer of shared memory", [offer], offered)
     yield Parser("the answer of a worker", answers, msgspec.json.Decoder(connections.Verdict).decode, NOT_READ)
 
 

@@ -29,7 +29,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.rpc.links.contract import Link, LinkEnded, OwnLink, Receiver
 from phalanx.rpc.links.readers import Readers
-from phalanx.rpc.links.shared import SharedHub
+from phalanx.rpc.links.shared import Offer, SharedHub
 from phalanx.rpc.links.socket import END_S, KEEP_ALIVE, SocketLink
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.peer import Peer
@@ -92,13 +92,13 @@ class Claim(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     Attributes:
         me: who it is.
         to: the incarnation that it wants.
-        offer: of shared memory; empty for none.
+        offer: of shared memory; None for TCP.
         exchange: its public key; empty if it does not encrypt.
     """
 
     me: Member
     to: int
-    offer: str = ""
+    offer: Offer | None = None
     exchange: str = ""
 
 
@@ -296,14 +296,14 @@ class Connections:
         me, hub, member = self._me, self._hub, peer.member
         if me is None:
             raise LinkEnded("this process is no worker yet")
-        offer = b""
+        offer: Offer | None = None
         if hub is not None and member.host == me.host:
             with contextlib.suppress(OSError):  # then it goes by TCP
                 offer = hub.offer()
         try:
             patience_s = max(0.05, min(DIAL_S, until - time.monotonic()))
             try:
-                claim = Claim(me=me, to=member.incarnation, offer=offer.decode())
+                claim = Claim(me=me, to=member.incarnation, offer=offer)
                 line, said = self._dial_out(member, claim, patience_s)
             except ConnectionRefusedError as error:
                 self._found_gone(member)
@@ -319,7 +319,7 @@ class Connections:
                 if said.busy:
                     return None
                 raise LinkEnded(said.refused)
-            if said.shared and hub is not None:
+            if said.shared and hub is not None and offer is not None:
                 with contextlib.suppress(LinkEnded):  # then it goes by TCP
                     shared = hub.confirm(offer)
                     with contextlib.suppress(OSError), line.sock:  # it is noticed if that process is gone
@@ -330,7 +330,7 @@ class Connections:
             line.sock.sendall(line.session.seal(_BY_TCP))
             return self._add(peer, SocketLink(line.sock, line.session, self._receiver, self._readers))
         finally:
-            if hub is not None and offer:
+            if hub is not None and offer is not None:
                 hub.withdraw(offer)
 
     def _dial_out(self, member: Member, claim: Claim, patience_s: float) -> tuple[Line, Verdict]:
@@ -411,8 +411,8 @@ class Connections:
                 exchange = Exchange()
                 session = exchange.session(session, claim.exchange, is_listener=True)
                 verdict.exchange = exchange.public
-            if claim.offer and self._hub is not None:
-                shared = self._hub.accept(claim.offer.encode())
+            if claim.offer is not None and self._hub is not None:
+                shared = self._hub.accept(claim.offer)
             verdict.shared = shared is not None
             arrival.answer(_encode(verdict))
             sock.setblocking(True)

@@ -12,7 +12,6 @@ learnt of that, it confirms. An offer names a process and two of its descriptors
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import secrets
 import struct
@@ -21,8 +20,9 @@ import time
 from collections.abc import Callable
 from ctypes import c_int, c_ubyte, c_uint32, c_uint64, c_void_p
 from functools import cache, partial
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from phalanx.native.core import Status, library, rpc
@@ -40,12 +40,14 @@ from phalanx.rpc.links.contract import (
 )
 from phalanx.words import tell
 
-__all__ = ["Box", "Damaged", "SharedHub", "SharedLink", "pack", "received"]
+__all__ = ["Box", "Damaged", "Offer", "SharedHub", "SharedLink", "pack", "received"]
 
 SLAB_BYTES = 256 << 20  # of address space for each direction of a link; memory is taken when it is first used
 FEW_THREADS = 2  # that stay when there is nothing to do
 MOST_THREADS = 256  # a limit on mistakes, such as calls that go to and fro for ever
 _COOKIE_BYTES = 16
+_Cookie = Annotated[bytes, msgspec.Meta(min_length=_COOKIE_BYTES, max_length=_COOKIE_BYTES)]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _SMALL_LANE, _BULK_LANE = 0, 1  # enum phx_rpc_lane
 _HERE = "this process has closed it"
 _TAKES_NOTHING = "the other process takes nothing"
@@ -324,6 +326,22 @@ class SharedLink(Link):
         self._hub._receiver.ended(self, why, left=left)
 
 
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where another process of this host finds the memory of a link to this one.
+
+    Attributes:
+        pid: this process, in the /proc that both see.
+        channel, cookie: its descriptor of the link's memory, and what is written at the beginning of that.
+        place, place_cookie: the same for the memory of all its links.
+    """
+
+    pid: _Number
+    channel: _Number
+    cookie: _Cookie
+    place: _Number
+    place_cookie: _Cookie
+
+
 class SharedHub:
     """This process's end of all its links through shared memory.
 
@@ -347,7 +365,7 @@ class SharedHub:
         self._cookie = secrets.token_bytes(_COOKIE_BYTES)
         self._pid = os.getpid()
         self._links: dict[int, SharedLink] = {}
-        self._offers: dict[bytes, tuple[SharedLink, int]] = {}
+        self._offers: dict[Offer, SharedLink] = {}
         self._boxes = threading.local()
         self._closed = False
         self._handle = self._core.phx_rpc_open(self._cookie, slab_bytes)
@@ -362,7 +380,7 @@ class SharedHub:
         if getattr(self, "_handle", None):
             self._core.phx_rpc_close(self._handle)
 
-    def offer(self) -> bytes:
+    def offer(self) -> Offer:
         """Make something for one other process, by which it can attach.
 
         Raises:
@@ -373,57 +391,46 @@ class SharedHub:
         if not handle:
             error = ctypes.get_errno()
             raise OSError(error, f"no shared memory for RPC: {os.strerror(error)}")
-        offer = {
-            "pid": self._core.phx_rpc_pid(),
-            "channel": descriptor.value,
-            "cookie": cookie.hex(),
-            "place": self._core.phx_rpc_descriptor(self._handle),
-            "place_cookie": self._cookie.hex(),
-        }
-        text = json.dumps(offer).encode()
-        self._offers[text] = SharedLink(self, handle), descriptor.value
-        return text
+        offer = Offer(
+            pid=self._core.phx_rpc_pid(),
+            channel=descriptor.value,
+            cookie=cookie,
+            place=self._core.phx_rpc_descriptor(self._handle),
+            place_cookie=self._cookie,
+        )
+        self._offers[offer] = SharedLink(self, handle)
+        return offer
 
-    def accept(self, offer: bytes) -> SharedLink | None:
+    def accept(self, offer: Offer) -> SharedLink | None:
         """Return the link to the process that made the offer; None if its memory is out of reach, as on another host.
 
         Call :meth:`SharedLink.begin` when the receiver knows it.
         """
-        try:
-            said = json.loads(offer)
-            numbers = [said["pid"], said["channel"], said["place"]]
-            cookies = [bytes.fromhex(said["cookie"]), bytes.fromhex(said["place_cookie"])]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return None
-        if any(type(number) is not int or not 0 <= number < 1 << 31 for number in numbers):
-            return None
-        if any(len(cookie) != _COOKIE_BYTES for cookie in cookies):
-            return None
-        pid, channel, place = numbers
-        handle = self._core.phx_rpc_accept(self._handle, pid, channel, cookies[0], place, cookies[1])
+        handle = self._core.phx_rpc_accept(
+            self._handle, offer.pid, offer.channel, offer.cookie, offer.place, offer.place_cookie
+        )
         return SharedLink(self, handle) if handle else None
 
-    def confirm(self, offer: bytes) -> SharedLink:
+    def confirm(self, offer: Offer) -> SharedLink:
         """Return the link to whoever has accepted the offer. Call :meth:`SharedLink.begin` when the receiver knows it.
 
         Raises:
             LinkEnded: that process is gone, or its memory is out of reach.
         """
-        offered = self._offers.pop(offer, None)
-        if offered is None:
+        link = self.withdraw(offer)
+        if link is None:
             raise LinkEnded("this worker has left")
-        link, descriptor = offered
-        os.close(descriptor)
         if self._core.phx_rpc_confirm(link._handle) != Status.OK:
             reason = os.strerror(ctypes.get_errno())
             self._core.phx_rpc_end(link._handle)
             raise LinkEnded(f"its shared memory is out of reach: {reason}")
         return link
 
-    def withdraw(self, offer: bytes) -> None:
-        """Forget an offer that was not accepted."""
-        if (offered := self._offers.pop(offer, None)) is not None:
-            os.close(offered[1])
+    def withdraw(self, offer: Offer) -> SharedLink | None:
+        """Forget an offer, so that nobody can accept it any more; return its link if it was not forgotten before."""
+        if (link := self._offers.pop(offer, None)) is not None:
+            os.close(offer.channel)
+        return link
 
     def close(self) -> None:
         """End all links and threads. Threads that run a handler end after it."""
