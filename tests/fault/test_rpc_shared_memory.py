@@ -29,9 +29,9 @@ from phalanx.rpc import connections, session
 from phalanx.rpc.links.shared import SharedHub, SharedLink
 
 PATIENCE_S = 60.0
-SLAB = 1 << 20
+SLAB = 8 << 20  # so that half of it is soon in use, and no message may have more
 SLAB_BYTES_AT = 32  # in struct phx_rpc_channel
-LARGE = torch.ones(16 << 20)  # 64 MiB, more than there is room for
+LARGE = torch.ones(16 << 20)  # 64 MiB: few calls have as much as may be under way
 
 
 def small_slab(_: Member) -> None:
@@ -112,18 +112,19 @@ def test_interrupt_leaves_the_room_of_a_message_free() -> None:
         link: Any = next(each for each in links if isinstance(each, SharedLink))
         core, placed = link._core, []
 
-        def put(*arguments: Any) -> None:
-            core.phx_rpc_put(*arguments)
+        def put(*arguments: Any) -> int:
+            status: int = core.phx_rpc_put(*arguments)
             placed.append(bool(arguments[-1].value))
             if len(placed) < 3:
                 signal.raise_signal(signal.SIGINT)
+            return status
 
         link._core = SimpleNamespace(**{**vars(core), "phx_rpc_put": put})
-        nearly_all = torch.ones(SLAB // 4 - 4096)
+        half = torch.ones(SLAB // 8 - 4096)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
-                rpc.call(1, torch.numel, nearly_all)
-        assert rpc.call(1, torch.numel, nearly_all) == nearly_all.numel()
+                rpc.call(1, torch.numel, half)
+        assert rpc.call(1, torch.numel, half) == half.numel()
         assert placed == [True] * 3
 
     with_workers(body, 2, before=small_slab)

@@ -90,7 +90,7 @@ static void send_one(uint32_t kind, uint64_t call)
     const void *data[2] = {image, image + cut};
     const uint64_t parts[2] = {cut, nbytes - cut};
     const int large = nbytes > PHX_RPC_SMALL;
-    uint64_t shared = 0, handle = 0, done = 0;
+    uint64_t shared = 0, handle = 0;
     if (large && chance() % 2)
         phx_rpc_share(hub, 2, data, parts, &shared);
     if (large && !shared)
@@ -101,7 +101,7 @@ static void send_one(uint32_t kind, uint64_t call)
         status = !large   ? phx_rpc_send(peer, image, nbytes)
                  : shared ? phx_rpc_lend(peer, shared, call)
                  : handle ? phx_rpc_post(peer, handle)
-                          : phx_rpc_stream(peer, 2, data, parts, &done);
+                          : PHX_BAD_ARGUMENT;
         if (status == PHX_UNDER_WAY)
             phx_rpc_wait_room(peer, large, taken);
     }

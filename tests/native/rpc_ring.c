@@ -29,7 +29,7 @@ static void *send_all(void *unused)
         const uint64_t nbytes = size_of(number);
         for (;;) {
             const uint64_t taken = atomic_load_explicit(&ring.tail, memory_order_acquire);
-            char *place = phx_rpc_reserve(&out, PHX_RPC_IMAGE, nbytes, number);
+            char *place = phx_rpc_reserve(&out, PHX_RPC_IMAGE, nbytes);
             CHECK(place || !out.no_memory);
             if (place) {
                 CHECK((uintptr_t)place % 16 == 0 && place >= out.data && place + nbytes <= out.data + out.bytes);
@@ -54,7 +54,7 @@ static void receive_all(void)
             usleep(1);
             continue;
         }
-        CHECK(record.type == PHX_RPC_IMAGE && record.whole == number && record.nbytes == size_of(number));
+        CHECK(record.type == PHX_RPC_IMAGE && record.nbytes == size_of(number));
         for (uint64_t i = 0; i < record.nbytes; i++)
             CHECK(bytes[i] == (char)number);
         phx_rpc_advance(&in, phx_rpc_takes(record.nbytes));
@@ -92,7 +92,7 @@ static void without_memory(void)
     out = (struct phx_rpc_end_of_ring){.ring = &ring, .data = file_of(there, bytes), .bytes = bytes};
     uint64_t sent = 0;
     void *place;
-    while ((place = phx_rpc_reserve(&out, PHX_RPC_IMAGE, 1000, 0))) {
+    while ((place = phx_rpc_reserve(&out, PHX_RPC_IMAGE, 1000))) {
         memset(place, 1, 1000);
         phx_rpc_publish(&out, 1000);
         sent++;

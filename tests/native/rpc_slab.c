@@ -40,7 +40,7 @@ static void release(uint32_t i)
 static int allocate(uint64_t nbytes)
 {
     struct phx_rpc_block block, found;
-    if (!phx_rpc_allocate(&slab, nbytes, &block))
+    if (phx_rpc_allocate(&slab, nbytes, &block))
         return 0;
     CHECK(block.nbytes >= nbytes && block.at + block.nbytes <= BYTES && block.sequence);
     for (uint32_t i = 0; i < count; i++)

@@ -14,7 +14,8 @@
 #define MOST 5
 #define SERVERS 20 /* more than a worker is ever asked at once, so that one is always free to receive */
 #define CALLERS 3
-#define SLAB (1u << 19)
+#define BODY (1u << 19)
+#define SLAB (1u << 22)
 
 struct box {
     struct phx_rpc_box box;
@@ -44,9 +45,9 @@ static uint64_t chance(uint64_t *state)
 
 static uint64_t any_size(uint64_t *state)
 {
-    const uint64_t sizes[] = {0, 1, 100, 5000, 60000, PHX_RPC_SMALL - 32, PHX_RPC_SMALL - 31, 200000, SLAB - 32, SLAB};
+    const uint64_t sizes[] = {0, 1, 100, 5000, 60000, PHX_RPC_SMALL - 32, PHX_RPC_SMALL - 31, 200000, BODY - 32, BODY};
     const uint64_t pick = chance(state) % 14;
-    return pick < 10 ? sizes[pick] : chance(state) % (pick < 13 ? 3000 : 2 * SLAB);
+    return pick < 10 ? sizes[pick] : chance(state) % (pick < 13 ? 3000 : 2 * BODY);
 }
 
 /* The bytes of an image's body follow from its call. */
@@ -82,9 +83,6 @@ static void give_back(const struct box *box)
                         box->box.nbytes);
 }
 
-/* A mutex per worker and link stands for the lock that Python's link holds for the records of a large message. */
-static pthread_mutex_t bulk[MOST][MOST];
-
 static uint32_t other_end(struct worker *worker, phx_rpc_link *link)
 {
     for (uint32_t i = 0; i < count; i++)
@@ -99,14 +97,12 @@ static int lend_image(struct worker *worker, uint32_t to, uint64_t shared, uint6
 {
     phx_rpc_link *link = worker->links[to];
     int status;
-    pthread_mutex_lock(&bulk[worker->number][to]);
     for (;;) {
         const uint64_t taken = phx_rpc_taken(link, PHX_RPC_BULK_LANE);
         if ((status = phx_rpc_lend(link, shared, call)) != PHX_UNDER_WAY)
             break;
         phx_rpc_wait_room(link, PHX_RPC_BULK_LANE, taken);
     }
-    pthread_mutex_unlock(&bulk[worker->number][to]);
     return status != PHX_BAD_ARGUMENT;
 }
 
@@ -130,7 +126,6 @@ static int send_image(struct worker *worker, uint32_t to, char *image)
     phx_rpc_link *link = worker->links[to];
     const uint64_t nbytes = ((struct phx_rpc_image *)image)->nbytes;
     int status;
-    uint64_t done = 0;
     if (nbytes <= PHX_RPC_SMALL) {
         for (;;) {
             const uint64_t taken = phx_rpc_taken(link, PHX_RPC_SMALL_LANE);
@@ -143,16 +138,17 @@ static int send_image(struct worker *worker, uint32_t to, char *image)
         const void *data[3] = {image, image + cut, NULL};
         const uint64_t sizes[3] = {cut, nbytes - cut, 0};
         uint64_t handle;
-        phx_rpc_put(link, 3, data, sizes, &handle);
-        pthread_mutex_lock(&bulk[worker->number][to]);
         for (;;) {
             const uint64_t taken = phx_rpc_taken(link, PHX_RPC_BULK_LANE);
-            status = handle ? phx_rpc_post(link, handle) : phx_rpc_stream(link, 3, data, sizes, &done);
+            status = phx_rpc_put(link, 3, data, sizes, &handle);
             if (status != PHX_UNDER_WAY)
                 break;
             phx_rpc_wait_room(link, PHX_RPC_BULK_LANE, taken);
         }
-        pthread_mutex_unlock(&bulk[worker->number][to]);
+        while (!status && (status = phx_rpc_post(link, handle)) == PHX_UNDER_WAY) {
+            phx_rpc_wait_room(link, PHX_RPC_BULK_LANE, phx_rpc_taken(link, PHX_RPC_BULK_LANE));
+            status = PHX_OK;
+        }
         if (status && handle)
             phx_rpc_take_back(link, handle);
     }
@@ -231,7 +227,7 @@ static void *work(void *argument)
         if (chance(&state) % 5 == 0)
             send_image(worker, to, make(chance(&state), PHX_RPC_NOTICE, any_size(&state)));
         if (chance(&state) % 20 == 0)
-            send_to_all(worker, chance(&state), PHX_RPC_SMALL + chance(&state) % (SLAB / 2));
+            send_to_all(worker, chance(&state), PHX_RPC_SMALL + chance(&state) % (BODY / 2));
         const int answered = call(worker, to, any_size(&state), box);
         CHECK(answered);
     }
@@ -273,8 +269,6 @@ int main(int argc, char **argv)
         memset(workers[w].cookie, (int)w + 1, sizeof workers[w].cookie);
         workers[w].hub = phx_rpc_open(workers[w].cookie, SLAB);
         CHECK(workers[w].hub);
-        for (uint32_t i = 0; i < count; i++)
-            pthread_mutex_init(&bulk[w][i], NULL);
     }
     join_all();
     for (uint32_t w = 0; w < count; w++) {

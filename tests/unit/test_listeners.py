@@ -265,23 +265,21 @@ def undisturbed(member: Member) -> Iterator[None]:
 
 def claims_that_are_nonsense(me: rpc.Member) -> list[bytes]:
     """Of a form that nobody has; test_fuzzed_bytes.py has very many that were changed."""
-    right = {"me": {**asdict(me), "incarnation": 1 << 40, "name": "stranger"}, "to": me.incarnation, "offer": ""}
+    right = {"me": {**asdict(me), "incarnation": 1 << 40, "name": "stranger"}, "to": me.incarnation}
     claims: list[Any] = [None, True, "text", ["list"], {}, {"me": right["me"]}, {**right, "to": 1 << 90}]
     claims.append({**right, "me": asdict(me)})  # it says that it is the one whom it asks
     claims += [{**right, "me": {**asdict(me), name: [1.5]}} for name in asdict(me)]
+    for wrong in ({"pid": -1}, {"pid": "1"}, {"channel": 1 << 90}, {"cookie": ""}, {"cookie": "zz"}, {"place": None}):
+        claims.append({**right, "offer": {**OFFER, **wrong}})
     raw = [b"", b"\xff\xfe", b"{", b"[" * 4000, b'{"me": 1e999}', pickle.dumps(Bomb())]
     return [*(json.dumps(each).encode() for each in claims), *raw]
 
 
-def offers_of_no_memory() -> list[str]:
-    own = {"pid": os.getpid(), "channel": 0, "cookie": "00" * 16, "place": 1, "place_cookie": "00" * 16}
-    wrong: dict[str, list[object]] = {
-        "pid": [1, os.getppid(), 1 << 90, "1"],
-        "channel": [-1, 3],
-        "cookie": ["", "zz"],
-        "place": [-1, 1 << 40],
-    }
-    return ["garbage", "[]", *(json.dumps({**own, name: value}) for name in wrong for value in wrong[name])]
+OFFER = {"pid": os.getpid(), "channel": 0, "cookie": "A" * 22 + "==", "place": 1, "place_cookie": "A" * 22 + "=="}
+
+
+def offers_of_no_memory() -> list[dict[str, object]]:
+    return [{**OFFER, **wrong} for wrong in ({"pid": 1}, {"pid": os.getppid()}, {"channel": 3}, {"place": 1 << 30})]
 
 
 def test_rank_that_sends_nonsense_ends_its_own_connection_at_most() -> None:

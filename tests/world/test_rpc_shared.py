@@ -17,13 +17,14 @@ from tests.support.ranks import Member, run_ranks, values
 from tests.support.waiting import soon
 
 from phalanx import rpc
+from phalanx.errors import EncodingError
 from phalanx.rpc import connections
 from phalanx.rpc.links.shared import SharedHub
 
-SLAB = 1 << 20
+SLAB = 8 << 20  # so that half of it is soon in use, and no message may have more
 EDGES = [
     edge + by
-    for edge in (4096, 16384, 65536, 131072, 262144, SLAB, 3 * SLAB)
+    for edge in (4096, 16384, 65536, 131072, 262144, SLAB // 8, 3 * SLAB // 8)
     for by in (-4096, -300, -65, -1, 0, 1, 64)
 ]
 
@@ -84,7 +85,28 @@ def test_small_call_is_answered_while_a_large_message_is_on_its_way(tcp: bool) -
             meanwhile += large.is_alive()
         assert meanwhile > 1
 
-    with_workers(body, 2, before=small_slab, tcp=tcp)
+    with_workers(body, 2, tcp=tcp)
+
+
+def test_receiver_may_keep_more_messages_than_the_memory_between_two_has_places_for() -> None:
+    def body(member: Member) -> None:
+        kept = [rpc.call(workers.next_of(member), torch.full, (20_000,), number) for number in range(1500)]
+        assert all(tensor.eq(number).all() for number, tensor in enumerate(kept))
+        member.meet("kept")
+
+    with_workers(body, 2)
+
+
+def test_message_of_more_than_half_of_the_memory_is_refused_both_ways() -> None:
+    def body(member: Member) -> None:
+        to, refusal = workers.next_of(member), "at most 0.0 GiB are possible. Send the value in several calls"
+        with pytest.raises(EncodingError, match=refusal):
+            rpc.call(to, torch.numel, torch.ones(SLAB // 8))
+        with pytest.raises(EncodingError, match=refusal):
+            rpc.call(to, torch.ones, SLAB // 8)
+        assert rpc.call(to, torch.ones, SLAB // 9).sum() == SLAB // 9
+
+    with_workers(body, 2, before=small_slab)
 
 
 def changed(tensor: torch.Tensor, number: int) -> tuple[float, float]:
@@ -100,7 +122,7 @@ def test_each_has_a_tensor_of_its_own_that_outlives_its_sender() -> None:
         workers.begin(member)
         if member.rank == 0:
             for number in range(20):
-                count = random.Random(number).choice([200_000, 300_000, 900_000, 3 * SLAB]) // 8
+                count = random.Random(number).choice([200_000, 300_000, 900_000, 3 * SLAB // 8]) // 8
                 tensor = torch.full((count,), float(number), dtype=torch.float64)
                 answers = [future.wait() for future in rpc.each(range(3), changed, tensor, number)]
                 assert answers == [(number * count, 2 * number * count)] * 3

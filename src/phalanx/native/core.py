@@ -11,7 +11,7 @@ from types import ModuleType
 
 from phalanx.errors import BackendError
 
-ABI = 38
+ABI = 39
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 SENT = 1  # PHX_SENT
 TEXT_BYTES = 376
@@ -235,12 +235,10 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
         ("phx_rpc_why", c_uint32, [link]),
         ("phx_rpc_pid", c_uint32, []),
         ("phx_rpc_drop", None, [link]),
-        ("phx_rpc_facts", c_uint32, [link]),
         ("phx_rpc_send", c_int, [link, c_char_p, c_uint64]),
-        ("phx_rpc_put", None, [*pieces, POINTER(c_uint64)]),
+        ("phx_rpc_put", c_int, [*pieces, POINTER(c_uint64)]),
         ("phx_rpc_post", c_int, [link, c_uint64]),
         ("phx_rpc_take_back", None, [link, c_uint64]),
-        ("phx_rpc_stream", c_int, [*pieces, POINTER(c_uint64)]),
         ("phx_rpc_share", None, [hub, *pieces[1:], POINTER(c_uint64)]),
         ("phx_rpc_unshare", None, [hub, POINTER(c_uint64)]),
         ("phx_rpc_lend", c_int, [link, c_uint64, c_uint64]),

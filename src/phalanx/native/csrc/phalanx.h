@@ -24,7 +24,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 38
+#define PHX_ABI 39
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from phalanx.errors import EncodingError
 from phalanx.native.core import Status, library, rpc
 from phalanx.rpc.handlers import IDLE_S, Pool
 from phalanx.rpc.links.contract import (
@@ -38,11 +39,13 @@ from phalanx.rpc.links.contract import (
     decode_service,
     encode_service,
 )
-from phalanx.words import tell
+from phalanx.words import format_gib, tell
 
 __all__ = ["Box", "Damaged", "Offer", "SharedHub", "SharedLink", "pack", "received"]
 
-SLAB_BYTES = 256 << 20  # of address space for each direction of a link; memory is taken when it is first used
+# Of address space for each direction of a link; memory is taken when it is first used. And for what goes to several.
+SLAB_BYTES = min(64 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 16 << 16)
+LENT_BYTES = 256 << 20
 FEW_THREADS = 2  # that stay when there is nothing to do
 MOST_THREADS = 256  # a limit on mistakes, such as calls that go to and fro for ever
 _COOKIE_BYTES = 16
@@ -74,8 +77,8 @@ _HEADER = struct.Struct("<QIHBxI4xQ")  # struct phx_rpc_image
 _BOX = struct.Struct("<QQQ6I16xQIHBxI4xQ")  # struct phx_rpc_box, and the header of the image after it
 _BOX_HEAD = 64
 BOX_BYTES = _BOX_HEAD + LARGEST_SMALL
-OWN = 0xFFFFFFFF  # PHX_RPC_OWN: an image in memory that the core has taken for it alone
 _INLINE = 0xFFFFFFFE  # PHX_RPC_INLINE
+_COPY, _LENT = 0x40000000, 0x80000000  # PHX_RPC_COPY, PHX_RPC_LOAN
 _PADDING = bytes(ALIGN)
 _KINDS = dict(enumerate(Kind, 1))
 
@@ -159,6 +162,8 @@ class Box:
 def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int, int, int], None]) -> Message:
     """Return the message in a box. A large one lies where it came, and is released when nobody can reach it any more.
 
+    When its sender is short of room, it is copied, and released at once.
+
     Raises:
         Damaged: its lengths do not fit together.
     """
@@ -175,6 +180,8 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
         memory = _memory_type((nbytes - 1).bit_length()).from_address(where)
         memory.give_back = partial(release, link, block, sequence, where, nbytes)  # type: ignore[attr-defined]
         view = memoryview(memory).cast("B")[:nbytes]
+        if block & (_COPY | _LENT) == _COPY:
+            view = memoryview(bytearray(view))
         if end > nbytes:
             raise Damaged
         head = view[body:end]
@@ -212,7 +219,6 @@ class SharedLink(Link):
         self._core = rpc()
         quick = rpc(holding=True)
         self._send, self._begun, self._drop = quick.phx_rpc_send, quick.phx_rpc_begun, quick.phx_rpc_drop
-        self._bulk = threading.Lock()  # held for the records of one large message
         self._ending = threading.Lock()
         self._over = ""
 
@@ -244,18 +250,18 @@ class SharedLink(Link):
         if isinstance(message.buffers, SentToMany):
             shared = message.buffers.copy_of(self._hub, partial(self._hub._share, message), self._hub._unshare)
             lend = partial(self._core.phx_rpc_lend, self._handle, shared, message.call)
-            if shared and self._post(lend, until) != Status.BAD_ARGUMENT:
+            if shared and self._put(lend, _BULK_LANE, until) != Status.BAD_ARGUMENT:
                 return
         placed = c_uint64()
         *where, owners = pieces(message)
         try:
-            self._core.phx_rpc_put(self._handle, *where, placed)  # beside other large messages, and small ones
-            if placed.value:
-                attempt = partial(self._core.phx_rpc_post, self._handle, placed)
-            else:
-                attempt = partial(self._core.phx_rpc_stream, self._handle, *where, c_uint64())
-            if self._post(attempt, until) != Status.OK:
-                raise self._lost()
+            status = self._put(partial(self._core.phx_rpc_put, self._handle, *where, placed), _BULK_LANE, until)
+            if status == Status.BAD_ARGUMENT:
+                raise EncodingError(
+                    f"a message of {format_gib(message.nbytes)} cannot be sent by {self.name}: at most "
+                    f"{format_gib(self._hub._slab_bytes // 2)} are possible. Send the value in several calls"
+                )
+            self._put(partial(self._core.phx_rpc_post, self._handle, placed), _BULK_LANE, until)
         except BaseException:
             # Unless it has been posted: a signal's handler may raise as soon as the core has done so.
             if placed.value:
@@ -264,15 +270,6 @@ class SharedLink(Link):
         finally:
             del owners
 
-    def _post(self, attempt: Callable[[], int], until: float) -> int:
-        """:meth:`_put` into the bulk lane."""
-        if not self._bulk.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
-            raise TimeoutError(_TAKES_NOTHING)
-        try:
-            return self._put(attempt, _BULK_LANE, until)
-        finally:
-            self._bulk.release()
-
     def _put(self, attempt: Callable[[], int], lane: int, until: float) -> int:
         """Call ``attempt``, which puts a message into a lane, until there was room for it; return its status."""
         while True:
@@ -280,6 +277,8 @@ class SharedLink(Link):
             status = attempt()
             if status in (Status.OK, Status.BAD_ARGUMENT):
                 return status
+            if status == Status.SYSTEM:
+                raise MemoryError("this host has no memory left for a message to another process")
             if status != Status.UNDER_WAY:
                 raise self._lost()
             if time.monotonic() >= until:
@@ -348,8 +347,8 @@ class SharedHub:
     Args:
         receiver: takes what comes.
         threads: on how many threads at most; they are started when they are needed.
-        slab_bytes: how much of a link's memory large messages may take in each direction before they are copied in
-            pieces, and how much those to several workers may take together; a multiple of 4096.
+        slab_bytes: how much memory the large messages of a link may take in each direction; a multiple of 4096. No
+            message may take more than half of it.
 
     Raises:
         OSError: there can be none on this system.
@@ -368,7 +367,7 @@ class SharedHub:
         self._offers: dict[Offer, SharedLink] = {}
         self._boxes = threading.local()
         self._closed = False
-        self._handle = self._core.phx_rpc_open(self._cookie, slab_bytes)
+        self._handle = self._core.phx_rpc_open(self._cookie, min(slab_bytes, LENT_BYTES))
         if not self._handle:
             error = ctypes.get_errno()
             raise OSError(error, f"no shared memory for RPC: {os.strerror(error)}")
@@ -479,9 +478,7 @@ class SharedHub:
                 link._end(_WHY[ended], left=ended == _PEER_LEFT)
             return
         try:
-            # To unmap a large image's own memory takes long, so that lets other threads run.
-            release = self._release if values[3] != OWN else self._core.phx_rpc_release
-            message = received(box, values, release)  # also without a link: its memory is given back
+            message = received(box, values, self._release)  # also without a link: its memory is given back
             if link is None:
                 return
         except Damaged:

@@ -5,8 +5,9 @@
  * received; when a receiver returns an image, it drops the pages that it has changed. Each link has a
  * *channel*, made by the side that dials (side 0) and mapped by both. A side sends through two rings and a slab of its
  * own in it. A small image goes through the small ring. A large one lies in the slab, and only a record of it goes
- * through the bulk ring; if the slab has no room, the image goes through the bulk ring in pieces. Only its own side
- * allocates from a slab, and keeps its notes of it in private memory.
+ * through the bulk ring. Only its own side allocates from a slab, and keeps its notes of it in private memory. The slab's
+ * file is as large as the machine's memory, and takes memory as it is used. A receiver may keep what it got for as long
+ * as it likes: once half of the slab, or of the numbers of its blocks, is in use, it copies what comes and releases it.
  *
  * Both are memfds, found through /proc/<pid>/fd and known by 16 random bytes. Counters of a ring count all bytes that
  * ever went in and came out.
@@ -61,8 +62,7 @@
 #define PHX_RPC_LARGEST_PAGE 65536u
 #define PHX_RPC_LARGEST_SLAB (1ull << 40)
 #define PHX_RPC_SMALL_RING 262144u
-#define PHX_RPC_BULK_RING 1048576u
-#define PHX_RPC_PIECE 131072u /* of an image that goes in pieces: less than half of the bulk ring */
+#define PHX_RPC_BULK_RING 65536u
 #define PHX_RPC_BLOCKS 1024u
 #define PHX_RPC_LOANS 512u
 #define PHX_RPC_SHARED_AT 2097152u /* where the hub's slab begins in the file of its place */
@@ -106,11 +106,11 @@ struct phx_rpc_channel {
 struct phx_rpc_record {
     uint32_t nbytes; /* of what follows */
     uint32_t type;
-    uint64_t whole; /* of an image in pieces, in its first piece: the bytes of all of them */
+    uint64_t unused;
 };
-enum phx_rpc_type { PHX_RPC_SKIP = 1, PHX_RPC_IMAGE, PHX_RPC_BLOCK, PHX_RPC_FIRST, PHX_RPC_MORE, PHX_RPC_LENT };
+enum phx_rpc_type { PHX_RPC_SKIP = 1, PHX_RPC_IMAGE, PHX_RPC_BLOCK, PHX_RPC_LENT };
 
-/* What a PHX_RPC_BLOCK record says. */
+/* What a PHX_RPC_BLOCK record says; `block` has PHX_RPC_COPY in it if the receiver is to copy it. */
 struct phx_rpc_block {
     uint64_t at, nbytes; /* in the slab */
     uint32_t block, sequence;

@@ -24,7 +24,7 @@ _Static_assert(sizeof(struct phx_rpc_place) <= PHX_RPC_PAGE, "a place is one pag
 _Static_assert(sizeof(struct phx_rpc_image) == 32 && sizeof(struct phx_rpc_box) == 64, "as links/shared.py reads them");
 _Static_assert(sizeof(struct phx_rpc_record) == 16, "records keep what follows them aligned");
 _Static_assert(2 * (PHX_RPC_SMALL + sizeof(struct phx_rpc_record)) <= PHX_RPC_SMALL_RING &&
-                   2 * (PHX_RPC_PIECE + sizeof(struct phx_rpc_record)) <= PHX_RPC_BULK_RING,
+                   2 * (sizeof(struct phx_rpc_lent) + sizeof(struct phx_rpc_record)) <= PHX_RPC_BULK_RING,
                "every record finds room at any place of an empty ring");
 
 _Atomic uint32_t phx_rpc_forks;
@@ -314,12 +314,8 @@ static void empty(struct phx_rpc_inbox *inbox)
     while (inbox->first) {
         struct phx_rpc_item *item = inbox->first;
         inbox->first = item->next;
-        if (item->box.block == PHX_RPC_OWN)
-            munmap((void *)(uintptr_t)item->box.where, item->box.nbytes);
         free(item);
     }
-    if (inbox->assembly)
-        munmap(inbox->assembly, inbox->whole);
 }
 
 void phx_rpc_drop(phx_rpc_link *link)
@@ -360,22 +356,15 @@ void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint
 {
     if (!phx_rpc_mine(link->hub))
         return; /* a forked child; its parent still has the image */
-    if (block == PHX_RPC_OWN)
-        munmap((void *)(uintptr_t)where, nbytes);
-    else if ((block ^ PHX_RPC_LOAN) < PHX_RPC_LOANS) {
+    if ((block ^ PHX_RPC_LOAN) < PHX_RPC_LOANS) {
         /* The pages that were changed here are copies. They must go before the memory gets another content. */
         if (!phx_rpc_changed(link->hub->pagemap, where, nbytes) ||
             madvise((void *)(uintptr_t)where, nbytes, MADV_DONTNEED) == 0)
             atomic_store_explicit(&link->other->returned[block ^ PHX_RPC_LOAN], sequence, memory_order_release);
     }
-    else if (block < PHX_RPC_BLOCKS)
-        atomic_store_explicit(&link->other->released[block], sequence, memory_order_release);
+    else if ((block & ~PHX_RPC_COPY) < PHX_RPC_BLOCKS)
+        atomic_store_explicit(&link->other->released[block & ~PHX_RPC_COPY], sequence, memory_order_release);
     phx_rpc_drop(link);
-}
-
-uint32_t phx_rpc_facts(phx_rpc_link *link)
-{
-    return link->pid;
 }
 
 uint32_t phx_rpc_why(phx_rpc_link *link)

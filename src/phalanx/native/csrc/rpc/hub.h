@@ -27,9 +27,6 @@ struct phx_rpc_inbox {
     uint32_t notices;                   /* how many of those are notices */
     uint32_t begins;                    /* the kind of the message that a thread took and has not begun with; or 0 */
     uint32_t passed;                    /* of the small lane: how many were taken while a large call waits */
-    char *assembly;                     /* an image that is coming in pieces */
-    uint64_t assembled, whole;
-    uint32_t copying;                   /* a thread copies a piece, without the lock */
 };
 
 /* A thread that waits for the answer to a call; under the hub's lock. */
@@ -102,7 +99,7 @@ struct phx_rpc_link {
     uint64_t looked_ns; /* when the watcher last looked at the process in /proc */
     _Atomic uint32_t ended;   /* why nothing more comes (enum phx_rpc_end); then nothing can be sent */
     uint32_t listed, told;    /* under the hub's lock */
-    pthread_mutex_t sending;  /* held while a record is put into the small ring */
+    pthread_mutex_t sending;  /* held while a record is put into a ring */
     struct phx_rpc_end_of_ring out[PHX_RPC_LANES];
     struct phx_rpc_slab slab;
     struct phx_rpc_inbox inboxes[PHX_RPC_LANES];

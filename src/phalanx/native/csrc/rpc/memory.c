@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "phalanx.h"
 #include "system/futex.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -156,7 +157,7 @@ int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_
         slab->reached = end;
     slab->used_ns = phx_now_ns();
     pthread_mutex_unlock(&slab->lock);
-    return found && back(slab, block, backed);
+    return !found ? PHX_UNDER_WAY : back(slab, block, backed) ? PHX_OK : PHX_SYSTEM;
 }
 
 void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns)
@@ -191,11 +192,13 @@ int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, 
     return found;
 }
 
-void phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block)
+int phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block)
 {
     pthread_mutex_lock(&slab->lock);
     slab->handed_over[block->block] = 1;
+    const int is_half_full = slab->used > PHX_RPC_BLOCKS / 2 || block->at + block->nbytes > slab->bytes / 2;
     pthread_mutex_unlock(&slab->lock);
+    return is_half_full;
 }
 
 void phx_rpc_free(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence)

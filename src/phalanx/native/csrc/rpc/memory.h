@@ -40,15 +40,16 @@ struct phx_rpc_slab {
     uint8_t handed_over[PHX_RPC_BLOCKS];         /* by number: the other process alone releases it from now on */
 };
 
-/* Allocate a block of `nbytes`, whose memory the caller may write. Returns 1; or 0 if the slab is full, or the system
- * has no memory for it. */
+/* Allocate a block of `nbytes`, whose memory the caller may write. Returns PHX_OK; PHX_UNDER_WAY if there is no room;
+ * PHX_SYSTEM if the system has no memory for it. */
 int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block);
 /* If nothing was allocated for a while, give the system back what lies between the blocks in use and behind them. */
 void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns);
 /* Describe a block by its number and sequence number. Returns 1, or 0 if it has been released since. */
 int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, struct phx_rpc_block *block);
-/* Note that the other process alone may release this block from now on. Called right before it is told of the block. */
-void phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block);
+/* Note that the other process alone may release this block from now on. Called right before it is told of the block.
+ * Returns whether it is to copy the block and to release it at once, because half of the slab is in use. */
+int phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block);
 /* Free a block by its number and sequence number, unless it was handed over. */
 void phx_rpc_free(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence);
 

@@ -27,11 +27,10 @@
 enum step {
     PHX_RPC_NOTHING, /* there is nothing for this thread */
     PHX_RPC_MINE,    /* the box is filled */
-    PHX_RPC_MOVED    /* a piece was copied, or a message went to another thread: look again */
+    PHX_RPC_MOVED    /* a message went to another thread: look again */
 };
 
 #define ASIDE_BYTES 67108864u /* when so much has been set aside in one lane, a thread that waits sets no more aside */
-#define LARGEST (1ull << 44)
 #define MOST_PASSED 64u /* so many small messages are taken before a large call that waits */
 
 static int is_answer(uint32_t kind)
@@ -87,8 +86,8 @@ static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_reco
     const struct phx_rpc_block *block = &lent.block;
     const char *slab = is_lent ? link->borrowed : link->their_slab;
     const uint64_t slab_bytes = is_lent ? link->borrowed_bytes : link->slab_bytes;
-    if (block->block >= (is_lent ? PHX_RPC_LOANS : PHX_RPC_BLOCKS) || block->at > slab_bytes ||
-        block->at % (is_lent ? phx_rpc_page_bytes() : 64) || block->nbytes > slab_bytes - block->at ||
+    if ((is_lent ? block->block >= PHX_RPC_LOANS : (block->block & ~PHX_RPC_COPY) >= PHX_RPC_BLOCKS) ||
+        block->at > slab_bytes || block->at % (is_lent ? phx_rpc_page_bytes() : 64) || block->nbytes > slab_bytes - block->at ||
         block->nbytes < sizeof *image)
         return 0;
     memcpy(image, slab + block->at, sizeof *image);
@@ -104,7 +103,7 @@ static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_reco
 /* Return how much private memory a message takes while it is set aside. */
 static uint64_t takes_aside(const struct phx_rpc_item *item)
 {
-    return sizeof *item + (item->box.block >= PHX_RPC_INLINE ? item->box.nbytes : 0);
+    return sizeof *item + (item->box.block == PHX_RPC_INLINE ? item->box.nbytes : 0);
 }
 
 static void append(struct phx_rpc_inbox *inbox, struct phx_rpc_item *item)
@@ -144,66 +143,6 @@ static void settle(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *i
     }
 }
 
-/* Forget a message whose sender was interrupted after some of its pieces. */
-static void give_up(struct phx_rpc_inbox *inbox)
-{
-    munmap(inbox->assembly, inbox->whole);
-    inbox->assembly = NULL;
-}
-
-/* Copy a piece of an image into memory of its own, without the lock, so that small messages pass meanwhile. */
-static enum step piece(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox,
-                       const struct phx_rpc_record *record, const char *bytes)
-{
-    if (record->type == PHX_RPC_FIRST) {
-        if (inbox->assembly)
-            give_up(inbox);
-        inbox->whole = record->whole;
-        inbox->assembled = 0;
-        if (record->whole < sizeof(struct phx_rpc_image) || record->whole > LARGEST) {
-            phx_rpc_ends(link, PHX_RPC_DAMAGED);
-            return PHX_RPC_NOTHING;
-        }
-        void *memory = mmap(NULL, inbox->whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (memory == MAP_FAILED) {
-            phx_rpc_ends(link, PHX_RPC_NO_MEMORY);
-            return PHX_RPC_NOTHING;
-        }
-        (void)!madvise(memory, inbox->whole, MADV_HUGEPAGE);
-        inbox->assembly = memory;
-    }
-    if (!inbox->assembly || record->nbytes > inbox->whole - inbox->assembled) {
-        phx_rpc_ends(link, PHX_RPC_DAMAGED);
-        return PHX_RPC_NOTHING;
-    }
-    inbox->copying = 1;
-    phx_rpc_hold(link);
-    pthread_mutex_unlock(&hub->lock);
-    memcpy(inbox->assembly + inbox->assembled, bytes, record->nbytes);
-    pthread_mutex_lock(&hub->lock);
-    inbox->copying = 0;
-    inbox->assembled += record->nbytes;
-    phx_rpc_advance(&inbox->in, phx_rpc_takes(record->nbytes));
-    if (inbox->assembled == inbox->whole) {
-        struct phx_rpc_item *item = malloc(sizeof *item);
-        struct phx_rpc_image image;
-        memcpy(&image, inbox->assembly, sizeof image);
-        if (!item || image.nbytes != inbox->whole) {
-            phx_rpc_ends(link, item ? PHX_RPC_DAMAGED : PHX_RPC_NO_MEMORY);
-            free(item);
-        } else {
-            item->box = (struct phx_rpc_box){.link = (uintptr_t)link, .where = (uintptr_t)inbox->assembly,
-                                             .nbytes = inbox->whole, .block = PHX_RPC_OWN, .lane = PHX_RPC_BULK_LANE};
-            item->image = image;
-            inbox->assembly = NULL;
-            append(inbox, item);
-            settle(hub, link, inbox);
-        }
-    }
-    phx_rpc_drop(link); /* if this frees the link, it was ended here meanwhile, and nobody uses it any more */
-    return PHX_RPC_MOVED;
-}
-
 /* Set a record's message aside, and have a thread that serves look after it. */
 static enum step set_aside(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox,
                            const struct phx_rpc_box *box, const void *image, uint64_t takes)
@@ -230,8 +169,7 @@ static int held(const phx_rpc_link *link, uint32_t lane)
            (small->begins == PHX_RPC_NOTICE || (!small->begins && (small->first || phx_rpc_waiting(&small->in))));
 }
 
-/* Look at one lane of one link, for a thread that serves (`self` is NULL) or for one that waits, with the hub's lock.
- * The lock is released while a piece of a large message is copied. */
+/* Look at one lane of one link, for a thread that serves (`self` is NULL) or for one that waits, with the hub's lock. */
 static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struct phx_rpc_box *box,
                       struct phx_rpc_waiter *self)
 {
@@ -245,13 +183,9 @@ static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struc
         news = item->box;
         image = item->image;
     } else {
-        if (inbox->copying || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
+        if (atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
             return PHX_RPC_NOTHING;
         const int there = phx_rpc_peek(&inbox->in, &record, &bytes);
-        if (there > 0 && inbox->assembly && (record.type == PHX_RPC_BLOCK || record.type == PHX_RPC_LENT))
-            give_up(inbox);
-        if (there > 0 && lane == PHX_RPC_BULK_LANE && (record.type == PHX_RPC_FIRST || record.type == PHX_RPC_MORE))
-            return inbox->aside > ASIDE_BYTES ? PHX_RPC_NOTHING : piece(hub, link, inbox, &record, bytes);
         if (there < 0 || (there && !describe(link, lane, &record, bytes, &news, &image)))
             phx_rpc_ends(link, PHX_RPC_DAMAGED);
         if (there <= 0 || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
@@ -295,7 +229,7 @@ static int drained(const phx_rpc_link *link)
 {
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
         const struct phx_rpc_inbox *inbox = &link->inboxes[lane];
-        if (inbox->begins || inbox->copying || inbox->first ||
+        if (inbox->begins || inbox->first ||
             (atomic_load(&link->ended) < PHX_RPC_DAMAGED && phx_rpc_waiting(&inbox->in)))
             return 0;
     }
@@ -327,8 +261,7 @@ static int more(phx_rpc_hub *hub)
             return 1;
         for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
             const struct phx_rpc_inbox *inbox = &link->inboxes[lane];
-            if (!inbox->begins && !inbox->copying && !held(link, lane) &&
-                (inbox->first || phx_rpc_waiting(&inbox->in)))
+            if (!inbox->begins && !held(link, lane) && (inbox->first || phx_rpc_waiting(&inbox->in)))
                 return 1;
         }
     }
@@ -349,7 +282,7 @@ again:
             if (step == PHX_RPC_MOVED) {
                 if (self && atomic_load(&self->filled))
                     return 1;
-                goto again; /* small messages before the next piece; a piece is copied without the lock, too */
+                goto again; /* small messages first */
             }
         }
     for (uint32_t i = 0; i < hub->count; i++)
@@ -361,10 +294,10 @@ again:
 /* Map a slab's new pages at once, which is quicker than a page fault for each. */
 static void map_pages(const struct phx_rpc_box *box)
 {
-    if (box->block >= PHX_RPC_INLINE)
+    if (box->block == PHX_RPC_INLINE)
         return;
     phx_rpc_link *link = (phx_rpc_link *)(uintptr_t)box->link;
-    const int is_lent = box->block >= PHX_RPC_BLOCKS;
+    const int is_lent = (box->block & PHX_RPC_LOAN) != 0;
     _Atomic uint64_t *touched = is_lent ? &link->borrowed_touched : &link->their_touched;
     const uint64_t end = box->where - (uintptr_t)(is_lent ? link->borrowed : link->their_slab) + box->nbytes;
     if (end <= atomic_load_explicit(touched, memory_order_relaxed))

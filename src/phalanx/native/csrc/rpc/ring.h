@@ -43,7 +43,7 @@ static inline int phx_rpc_back_ring(struct phx_rpc_end_of_ring *out, uint64_t en
 
 /* Find room for a record of `nbytes`, half of the ring at most, and write its header. Returns where its bytes go.
  * Returns NULL if the ring is full, or if the system has no memory for it; then `no_memory` is set. */
-static inline void *phx_rpc_reserve(struct phx_rpc_end_of_ring *out, uint32_t type, uint64_t nbytes, uint64_t whole)
+static inline void *phx_rpc_reserve(struct phx_rpc_end_of_ring *out, uint32_t type, uint64_t nbytes)
 {
     const uint64_t need = phx_rpc_takes(nbytes), at = out->at % out->bytes, rest = out->bytes - at;
     uint64_t skip = need > rest ? rest : 0;
@@ -63,7 +63,7 @@ static inline void *phx_rpc_reserve(struct phx_rpc_end_of_ring *out, uint32_t ty
         out->at += skip;
     }
     char *place = out->data + out->at % out->bytes;
-    *(struct phx_rpc_record *)place = (struct phx_rpc_record){.nbytes = (uint32_t)nbytes, .type = type, .whole = whole};
+    *(struct phx_rpc_record *)place = (struct phx_rpc_record){.nbytes = (uint32_t)nbytes, .type = type};
     return place + PHX_RPC_RECORD;
 }
 

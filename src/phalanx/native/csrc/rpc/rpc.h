@@ -44,8 +44,8 @@ struct phx_rpc_image {
     uint64_t nbytes; /* of the whole image */
 };
 
-#define PHX_RPC_OWN 0xffffffffu   /* the image lies in private memory, which phx_rpc_release() gives back */
 #define PHX_RPC_INLINE 0xfffffffeu /* the image follows in the box */
+#define PHX_RPC_COPY 0x40000000u   /* in a block's number: copy the image, and release it at once */
 
 /* What a thread gets from phx_rpc_next() or phx_rpc_await(): a message, or the news that a link has ended. It is
  * followed by room for PHX_RPC_SMALL bytes, which receive the whole image of a small message, or the phx_rpc_image of
@@ -53,7 +53,7 @@ struct phx_rpc_image {
 struct phx_rpc_box {
     uint64_t link;            /* the handle of the link, as phx_rpc_accept() or phx_rpc_offer() returned it */
     uint64_t where, nbytes;   /* the image: its address, if it is large, and its size */
-    uint32_t block, sequence; /* what phx_rpc_release() needs; or PHX_RPC_INLINE, or PHX_RPC_OWN */
+    uint32_t block, sequence; /* what phx_rpc_release() needs; or PHX_RPC_INLINE */
     uint32_t lane;            /* enum phx_rpc_lane */
     uint32_t ended;           /* 0 for a message; else there is none, and the link has ended (enum phx_rpc_end) */
     uint32_t idle;            /* how many other threads are in phx_rpc_next() */
@@ -94,24 +94,21 @@ PHX_API void phx_rpc_drop(phx_rpc_link *link);
 PHX_API uint32_t phx_rpc_why(phx_rpc_link *link);
 /* This process's pid, by which those that accept its offers find it in /proc. */
 PHX_API uint32_t phx_rpc_pid(void);
-/* The other process's pid. */
-PHX_API uint32_t phx_rpc_facts(phx_rpc_link *link);
 
 /* Send a small image without waiting. Returns PHX_OK; PHX_UNDER_WAY if the lane is full, so that the caller tries again
  * after phx_rpc_wait_room(); PHX_PEER_LOST if the link has ended. */
 PHX_API int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes);
-/* Copy a large image, given in pieces, into the slab. `placed` receives a handle for phx_rpc_post(), or 0 if the slab has no
- * room: then phx_rpc_stream() sends it. (A result could be lost: a signal's handler may raise as soon as Python has it.) */
-PHX_API void phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
-                         uint64_t *placed);
+/* Copy a large image, given in pieces, into the slab; `placed` receives a handle for phx_rpc_post(), or 0. (A result could be
+ * lost: a signal's handler may raise as soon as Python has it.) Returns PHX_OK; PHX_UNDER_WAY if there is no room now, so
+ * that the caller tries again; PHX_BAD_ARGUMENT if it is larger than half of the slab; PHX_SYSTEM if the system has no
+ * memory for it; PHX_PEER_LOST if the link has ended. */
+PHX_API int phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
+                        uint64_t *placed);
 /* Send what phx_rpc_put() has copied; returns what phx_rpc_send() does. After PHX_UNDER_WAY the caller tries again, or takes
- * the image back. Of this, phx_rpc_stream() and phx_rpc_lend() only one at a time may run for a link. */
+ * the image back. */
 PHX_API int phx_rpc_post(phx_rpc_link *link, uint64_t handle);
 /* Give back the room of an image that was put, unless it was posted: then its receiver does. */
 PHX_API void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle);
-/* Send a large image from byte `*done` on, as far as there is room, and add what was sent to `*done`. PHX_OK: all of it. */
-PHX_API int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
-                           uint64_t *done);
 /* Copy a large image for several links to memory that all their receivers can read. `shared` receives a handle, or 0 if that
  * is full. Then come phx_rpc_lend() for each link, with the number of its own call, and phx_rpc_unshare(), which leaves 0.
  * The memory is free when all receivers have released the image. */

@@ -1,4 +1,4 @@
-/* Sending: a small image into its ring, a large one into the slab with a record in the bulk ring, or in pieces. */
+/* Sending: a small image into its ring, a large one into the slab with a record in the bulk ring. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <string.h>
@@ -7,7 +7,6 @@
 #include "rpc/hub.h"
 
 #define STREAM_FROM 4194304u /* bytes of an image that the caches would not keep until it is read */
-#define ROOM_NS 50000u       /* how long to wait for room for a piece before this thread sleeps */
 #define TURN_BYTES 524288u   /* a long copy lets other threads have the core after so many bytes */
 
 static int cannot_send(phx_rpc_link *link)
@@ -39,7 +38,7 @@ int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes)
         return PHX_BAD_ARGUMENT;
     struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_SMALL_LANE];
     pthread_mutex_lock(&link->sending);
-    void *place = phx_rpc_reserve(out, PHX_RPC_IMAGE, nbytes, 0);
+    void *place = phx_rpc_reserve(out, PHX_RPC_IMAGE, nbytes);
     if (place) {
         memcpy(place, image, nbytes);
         phx_rpc_publish(out, nbytes);
@@ -83,8 +82,9 @@ static int copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *const
                     struct phx_rpc_block *block)
 {
     const uint64_t nbytes = sum(pieces, sizes);
-    if (nbytes > slab->bytes || !phx_rpc_allocate(slab, nbytes, block))
-        return 0;
+    const int status = nbytes > slab->bytes / 2 ? PHX_BAD_ARGUMENT : phx_rpc_allocate(slab, nbytes, block);
+    if (status)
+        return status;
     for (uint64_t done = 0; done < nbytes;) {
         const uint64_t some = nbytes - done < TURN_BYTES ? nbytes - done : TURN_BYTES;
         gather(slab->data + block->at + done, pieces, data, sizes, done, some, nbytes >= STREAM_FROM);
@@ -92,14 +92,15 @@ static int copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *const
         if (done < nbytes)
             sched_yield();
     }
-    return 1;
+    return PHX_OK;
 }
 
-void phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *placed)
+int phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *placed)
 {
     struct phx_rpc_block block;
-    const int is_there = !cannot_send(link) && copy_in(&link->slab, pieces, data, sizes, &block);
-    *placed = is_there ? (uint64_t)block.sequence << 32 | block.block : 0;
+    const int status = cannot_send(link) ? PHX_PEER_LOST : copy_in(&link->slab, pieces, data, sizes, &block);
+    *placed = status ? 0 : (uint64_t)block.sequence << 32 | block.block;
+    return status;
 }
 
 int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
@@ -110,59 +111,26 @@ int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
         return PHX_PEER_LOST;
     if (!phx_rpc_find(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
         return PHX_BAD_ARGUMENT;
-    void *place = phx_rpc_reserve(out, PHX_RPC_BLOCK, sizeof block, 0);
-    if (!place)
-        return no_room(link, out);
     struct phx_rpc_image image; /* once it is published, the block may be released and used again */
     memcpy(&image, link->slab.data + block.at, sizeof image);
-    phx_rpc_hand_over(&link->slab, &block);
-    memcpy(place, &block, sizeof block);
-    phx_rpc_publish(out, sizeof block);
-    ring_for(link, &image);
-    return PHX_OK;
+    pthread_mutex_lock(&link->sending);
+    void *place = phx_rpc_reserve(out, PHX_RPC_BLOCK, sizeof block);
+    if (place) {
+        block.block |= phx_rpc_hand_over(&link->slab, &block) ? PHX_RPC_COPY : 0;
+        memcpy(place, &block, sizeof block);
+        phx_rpc_publish(out, sizeof block);
+    }
+    const int status = place ? PHX_OK : no_room(link, out);
+    pthread_mutex_unlock(&link->sending);
+    if (place)
+        ring_for(link, &image);
+    return status;
 }
 
 void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle)
 {
     if (phx_rpc_mine(link->hub))
         phx_rpc_free(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32));
-}
-
-/* Wait for the other process to take something after it had taken `taken`. Returns 1, or 0 if it did not, or if a
- * signal came. */
-static int took(struct phx_rpc_ring *ring, uint64_t taken)
-{
-    const uint64_t until = phx_now_ns() + ROOM_NS;
-    do {
-        if (atomic_load_explicit(&ring->tail, memory_order_acquire) != taken)
-            return 1;
-        sched_yield();
-    } while (phx_now_ns() < until);
-    phx_sleep(phx_low_half(&ring->tail), (uint32_t)taken, &ring->waiting);
-    return atomic_load_explicit(&ring->tail, memory_order_acquire) != taken;
-}
-
-int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *done)
-{
-    struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
-    const uint64_t nbytes = sum(pieces, sizes);
-    while (*done < nbytes) {
-        if (cannot_send(link))
-            return PHX_PEER_LOST;
-        const uint64_t some = nbytes - *done < PHX_RPC_PIECE ? nbytes - *done : PHX_RPC_PIECE;
-        const uint64_t taken = atomic_load_explicit(&out->ring->tail, memory_order_acquire);
-        void *place = phx_rpc_reserve(out, *done ? PHX_RPC_MORE : PHX_RPC_FIRST, some, nbytes);
-        if (!place && (out->no_memory || !took(out->ring, taken)))
-            return no_room(link, out);
-        if (!place)
-            continue;
-        gather(place, pieces, data, sizes, *done, some, 0);
-        phx_rpc_publish(out, some);
-        *done += some;
-        /* The first piece of memory is the beginning of the image. A waiting caller assembles its answer itself. */
-        ring_for(link, data[0]);
-    }
-    return PHX_OK;
 }
 
 void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken)
@@ -189,7 +157,7 @@ void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, c
     if (!phx_rpc_mine(hub) || atomic_load(&hub->shut))
         return;
     phx_rpc_collect(loans, 0);
-    if (!copy_in(&loans->slab, pieces, data, sizes, &block))
+    if (copy_in(&loans->slab, pieces, data, sizes, &block))
         return;
     pthread_mutex_lock(&loans->lock);
     loans->holders[block.block] = 1;
@@ -250,13 +218,16 @@ int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call)
     lent.block.block = enter(loans, link, &block, &lent.block.sequence);
     if (lent.block.block == PHX_RPC_LOANS)
         return PHX_BAD_ARGUMENT;
-    void *place = phx_rpc_reserve(out, PHX_RPC_LENT, sizeof lent, 0);
-    if (!place) { /* as if it had been received and returned */
+    pthread_mutex_lock(&link->sending);
+    void *place = phx_rpc_reserve(out, PHX_RPC_LENT, sizeof lent);
+    if (place) {
+        memcpy(place, &lent, sizeof lent);
+        phx_rpc_publish(out, sizeof lent);
+    } else /* as if it had been received and returned */
         atomic_store_explicit(&link->own->returned[lent.block.block], lent.block.sequence, memory_order_release);
-        return no_room(link, out);
-    }
-    memcpy(place, &lent, sizeof lent);
-    phx_rpc_publish(out, sizeof lent);
-    ring_for(link, &image);
-    return PHX_OK;
+    const int status = place ? PHX_OK : no_room(link, out);
+    pthread_mutex_unlock(&link->sending);
+    if (place)
+        ring_for(link, &image);
+    return status;
 }
