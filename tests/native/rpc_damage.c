@@ -65,7 +65,7 @@ static void take(const struct box *box)
         sum += (uint64_t)image[i];
     const uint8_t kind = ((const struct phx_rpc_image *)box->image)->kind;
     if (kind != PHX_RPC_ANSWER && kind != PHX_RPC_FAILURE)
-        phx_rpc_begun(peer, box->box.lane);
+        phx_rpc_begun(peer);
     give_back(box);
 }
 
@@ -97,13 +97,13 @@ static void send_one(uint32_t kind, uint64_t call)
         phx_rpc_put(peer, 2, data, parts, &handle);
     int status = PHX_UNDER_WAY;
     for (int turn = 0; turn < 3 && status == PHX_UNDER_WAY; turn++) {
-        const uint64_t taken = phx_rpc_taken(peer, large);
+        const uint64_t taken = phx_rpc_taken(peer);
         status = !large   ? phx_rpc_send(peer, image, nbytes)
                  : shared ? phx_rpc_lend(peer, shared, call)
                  : handle ? phx_rpc_post(peer, handle)
                           : PHX_BAD_ARGUMENT;
         if (status == PHX_UNDER_WAY)
-            phx_rpc_wait_room(peer, large, taken);
+            phx_rpc_wait_room(peer, taken);
     }
     if (status != PHX_OK && handle)
         phx_rpc_take_back(peer, handle);
@@ -151,17 +151,17 @@ static void victim(int to, int from)
 
 static uint64_t any_value(void)
 {
-    const uint64_t values[] = {0,      1,          16,         PHX_RPC_SMALL_RING, PHX_RPC_BULK_RING, SLAB,
-                               SLAB - 16, 1ull << 31, 1ull << 32, 1ull << 43,         1ull << 63,        UINT64_MAX};
+    const uint64_t values[] = {0,         1,          16,         PHX_RPC_RING_BYTES, SLAB,
+                               SLAB - 16, 1ull << 31, 1ull << 32, 1ull << 43,         1ull << 63, UINT64_MAX};
     const uint64_t pick = chance() % 16;
-    return pick < 12 ? values[pick] : pick < 14 ? chance() % SLAB : chance();
+    return pick < 11 ? values[pick] : pick < 14 ? chance() % SLAB : chance();
 }
 
 /* Write to one place that the other process reads. */
 static void damage(void)
 {
-    struct phx_rpc_ring *ring = &peer->own->rings[chance() % 2], *theirs = &peer->other->rings[chance() % 2];
-    const struct phx_rpc_end_of_ring *out = &peer->out[chance() % 2];
+    struct phx_rpc_ring *ring = &peer->own->ring, *theirs = &peer->other->ring;
+    const struct phx_rpc_end_of_ring *out = &peer->out;
     char *record = out->data + (out->at - (chance() % 8 + 1) * 16) % out->bytes;
     const uint32_t block = (uint32_t)(chance() % 4 ? chance() % 4 : chance() % PHX_RPC_BLOCKS);
     switch (chance() % 18) {
@@ -203,8 +203,8 @@ static void attacker(int to, int from, uint64_t often)
             damage();
         if (chance() % 4)
             send_one(chance() % 16 ? 1 + (uint32_t)(chance() % 4) : (uint32_t)any_value(), chance() % 8);
-        else if (!phx_rpc_why(peer) && phx_rpc_waiting(&peer->inboxes[0].in) && phx_rpc_next(hub, &box->box) == PHX_OK)
-            give_back(box), phx_rpc_begun(peer, box->box.lane);
+        else if (!phx_rpc_why(peer) && phx_rpc_waiting(&peer->inbox.in) && phx_rpc_next(hub, &box->box) == PHX_OK)
+            give_back(box), phx_rpc_begun(peer);
         if (chance() % 400 == 0)
             raise(SIGKILL);
     }

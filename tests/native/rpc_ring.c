@@ -87,7 +87,7 @@ static void pass(uint64_t bytes, uint64_t start)
 
 static void without_memory(void)
 {
-    const uint64_t bytes = PHX_RPC_SMALL_RING, there = 8 * PHX_RPC_LARGEST_PAGE / 4;
+    const uint64_t bytes = PHX_RPC_RING_BYTES, there = 8 * PHX_RPC_LARGEST_PAGE / 4;
     ring.head = ring.tail = 0;
     out = (struct phx_rpc_end_of_ring){.ring = &ring, .data = file_of(there, bytes), .bytes = bytes};
     uint64_t sent = 0;
@@ -104,9 +104,9 @@ static void without_memory(void)
 int main(void)
 {
     pass(4096, 0);
-    pass(PHX_RPC_SMALL_RING, 0);
+    pass(PHX_RPC_RING_BYTES, 0);
     pass(4096, (1ull << 32) - 64 * 4096);
-    pass(PHX_RPC_SMALL_RING, (1ull << 32) - (1 << 26) + 48);
+    pass(PHX_RPC_RING_BYTES, (1ull << 32) - (1 << 26) + 48);
     pass(4096, -64ull * 4096 + 16);
     without_memory();
     return 0;

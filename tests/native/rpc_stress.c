@@ -98,10 +98,10 @@ static int lend_image(struct worker *worker, uint32_t to, uint64_t shared, uint6
     phx_rpc_link *link = worker->links[to];
     int status;
     for (;;) {
-        const uint64_t taken = phx_rpc_taken(link, PHX_RPC_BULK_LANE);
+        const uint64_t taken = phx_rpc_taken(link);
         if ((status = phx_rpc_lend(link, shared, call)) != PHX_UNDER_WAY)
             break;
-        phx_rpc_wait_room(link, PHX_RPC_BULK_LANE, taken);
+        phx_rpc_wait_room(link, taken);
     }
     return status != PHX_BAD_ARGUMENT;
 }
@@ -128,10 +128,10 @@ static int send_image(struct worker *worker, uint32_t to, char *image)
     int status;
     if (nbytes <= PHX_RPC_SMALL) {
         for (;;) {
-            const uint64_t taken = phx_rpc_taken(link, PHX_RPC_SMALL_LANE);
+            const uint64_t taken = phx_rpc_taken(link);
             if ((status = phx_rpc_send(link, image, nbytes)) != PHX_UNDER_WAY)
                 break;
-            phx_rpc_wait_room(link, PHX_RPC_SMALL_LANE, taken);
+            phx_rpc_wait_room(link, taken);
         }
     } else {
         const uint64_t cut = nbytes / 3 + 32;
@@ -139,14 +139,14 @@ static int send_image(struct worker *worker, uint32_t to, char *image)
         const uint64_t sizes[3] = {cut, nbytes - cut, 0};
         uint64_t handle;
         for (;;) {
-            const uint64_t taken = phx_rpc_taken(link, PHX_RPC_BULK_LANE);
+            const uint64_t taken = phx_rpc_taken(link);
             status = phx_rpc_put(link, 3, data, sizes, &handle);
             if (status != PHX_UNDER_WAY)
                 break;
-            phx_rpc_wait_room(link, PHX_RPC_BULK_LANE, taken);
+            phx_rpc_wait_room(link, taken);
         }
         while (!status && (status = phx_rpc_post(link, handle)) == PHX_UNDER_WAY) {
-            phx_rpc_wait_room(link, PHX_RPC_BULK_LANE, phx_rpc_taken(link, PHX_RPC_BULK_LANE));
+            phx_rpc_wait_room(link, phx_rpc_taken(link));
             status = PHX_OK;
         }
         if (status && handle)
@@ -204,7 +204,7 @@ static void *serve(void *argument)
             phx_rpc_answered(worker->hub);
             continue;
         }
-        phx_rpc_begun(link, box->box.lane);
+        phx_rpc_begun(link);
         give_back(box);
         if (head.kind == PHX_RPC_NOTICE)
             continue;

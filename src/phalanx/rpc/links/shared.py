@@ -51,7 +51,6 @@ MOST_THREADS = 256  # a limit on mistakes, such as calls that go to and fro for 
 _COOKIE_BYTES = 16
 _Cookie = Annotated[bytes, msgspec.Meta(min_length=_COOKIE_BYTES, max_length=_COOKIE_BYTES)]
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_SMALL_LANE, _BULK_LANE = 0, 1  # enum phx_rpc_lane
 _HERE = "this process has closed it"
 _TAKES_NOTHING = "the other process takes nothing"
 _PEER_LEFT = 2  # in the list below
@@ -74,7 +73,7 @@ _WHY = (  # enum phx_rpc_end
 ALIGN = 64
 LARGEST_SMALL = 126976  # PHX_RPC_SMALL: an image of more bytes does not fit into a ring
 _HEADER = struct.Struct("<QIHBxI4xQ")  # struct phx_rpc_image
-_BOX = struct.Struct("<QQQ6I16xQIHBxI4xQ")  # struct phx_rpc_box, and the header of the image after it
+_BOX = struct.Struct("<QQQ5I20xQIHBxI4xQ")  # struct phx_rpc_box, and the header of the image after it
 _BOX_HEAD = 64
 BOX_BYTES = _BOX_HEAD + LARGEST_SMALL
 _INLINE = 0xFFFFFFFE  # PHX_RPC_INLINE
@@ -148,7 +147,7 @@ class Box:
         self.taken = 0
 
     def open(self) -> tuple[int, ...]:
-        """Return what came last: link, where, nbytes, block, sequence, lane, ended, idle, taken.
+        """Return what came last: link, where, nbytes, block, sequence, ended, idle, taken.
 
         Then of its image: call, head_bytes, service_bytes, kind, buffers, nbytes.
         """
@@ -156,7 +155,7 @@ class Box:
 
     def has_more(self) -> bool:
         """Return whether something was put into it that has not been taken out."""
-        return self.open()[8] != self.taken
+        return self.open()[7] != self.taken
 
 
 def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int, int, int], None]) -> Message:
@@ -167,7 +166,7 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
     Raises:
         Damaged: its lengths do not fit together.
     """
-    link, where, nbytes, block, sequence, _, _, _, _, call, head_bytes, service_bytes, kind, buffers, _ = values
+    link, where, nbytes, block, sequence, _, _, _, call, head_bytes, service_bytes, kind, buffers, _ = values
     at = _HEADER.size + 8 * buffers
     body = at + service_bytes
     end = body + head_bytes
@@ -243,25 +242,25 @@ class SharedLink(Link):
             self._send_large(message, time.monotonic() + timeout_s)
         elif self._send(self._handle, image, len(image)):
             attempt = partial(self._send, self._handle, image, len(image))
-            self._put(attempt, _SMALL_LANE, time.monotonic() + timeout_s)
+            self._put(attempt, time.monotonic() + timeout_s)
 
     def _send_large(self, message: Message, until: float) -> None:
         self.check(message)
         if isinstance(message.buffers, SentToMany):
             shared = message.buffers.copy_of(self._hub, partial(self._hub._share, message), self._hub._unshare)
             lend = partial(self._core.phx_rpc_lend, self._handle, shared, message.call)
-            if shared and self._put(lend, _BULK_LANE, until) != Status.BAD_ARGUMENT:
+            if shared and self._put(lend, until) != Status.BAD_ARGUMENT:
                 return
         placed = c_uint64()
         *where, owners = pieces(message)
         try:
-            status = self._put(partial(self._core.phx_rpc_put, self._handle, *where, placed), _BULK_LANE, until)
+            status = self._put(partial(self._core.phx_rpc_put, self._handle, *where, placed), until)
             if status == Status.BAD_ARGUMENT:
                 raise EncodingError(
                     f"a message of {format_gib(message.nbytes)} cannot be sent by {self.name}: at most "
                     f"{format_gib(self._hub._slab_bytes // 2)} are possible. Send the value in several calls"
                 )
-            self._put(partial(self._core.phx_rpc_post, self._handle, placed), _BULK_LANE, until)
+            self._put(partial(self._core.phx_rpc_post, self._handle, placed), until)
         except BaseException:
             # Unless it has been posted: a signal's handler may raise as soon as the core has done so.
             if placed.value:
@@ -270,10 +269,10 @@ class SharedLink(Link):
         finally:
             del owners
 
-    def _put(self, attempt: Callable[[], int], lane: int, until: float) -> int:
-        """Call ``attempt``, which puts a message into a lane, until there was room for it; return its status."""
+    def _put(self, attempt: Callable[[], int], until: float) -> int:
+        """Call ``attempt``, which places a message, until there was room for it; return its status."""
         while True:
-            taken = self._core.phx_rpc_taken(self._handle, lane)
+            taken = self._core.phx_rpc_taken(self._handle)
             status = attempt()
             if status in (Status.OK, Status.BAD_ARGUMENT):
                 return status
@@ -283,7 +282,7 @@ class SharedLink(Link):
                 raise self._lost()
             if time.monotonic() >= until:
                 raise TimeoutError(_TAKES_NOTHING)
-            self._core.phx_rpc_wait_room(self._handle, lane, taken)
+            self._core.phx_rpc_wait_room(self._handle, taken)
 
     def _lost(self) -> LinkEnded:
         if os.getpid() != self._hub._pid:
@@ -470,8 +469,8 @@ class SharedHub:
     def _take(self, box: Box, *, serving: bool) -> None:
         """Give what has been received to the receiver."""
         values = box.open()
-        box.taken = values[8]
-        handle, lane, ended, kind = values[0], values[5], values[6], values[12]
+        box.taken = values[7]
+        handle, ended, kind = values[0], values[5], values[11]
         link = self._links.get(handle)
         if ended:
             if link is not None:
@@ -488,8 +487,8 @@ class SharedHub:
             return
         try:
             if kind == Kind.REQUEST:
-                others = values[7] or self._pool.add()  # one has to receive meanwhile
-                link._begun(handle, lane)
+                others = values[6] or self._pool.add()  # one has to receive meanwhile
+                link._begun(handle)
                 self._receiver.deliver(link, message, may_block=bool(others))
             else:
                 self._receiver.deliver(link, message, may_block=False)
@@ -497,6 +496,6 @@ class SharedHub:
             tell(f"warning: a message could not be delivered: {error!r}")
         finally:
             if kind == Kind.NOTICE:
-                link._begun(handle, lane)
+                link._begun(handle)
             elif kind != Kind.REQUEST and serving:
                 self._answered(self._handle)

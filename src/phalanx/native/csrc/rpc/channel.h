@@ -3,9 +3,9 @@
  * Each process with a hub has a *place*, one page, which every process that has a link to it maps. A slab follows it, for
  * images that go to several processes at once. Its receivers map that slab privately, because each may change what it has
  * received; when a receiver returns an image, it drops the pages that it has changed. Each link has a
- * *channel*, made by the side that dials (side 0) and mapped by both. A side sends through two rings and a slab of its
- * own in it. A small image goes through the small ring. A large one lies in the slab, and only a record of it goes
- * through the bulk ring. Only its own side allocates from a slab, and keeps its notes of it in private memory. The slab's
+ * *channel*, made by the side that dials (side 0) and mapped by both. A side sends through a ring and a slab of its
+ * own in it. A small image goes through the ring. A large one lies in the slab, and only a record of it goes through the
+ * ring. Only its own side allocates from a slab, and keeps its notes of it in private memory. The slab's
  * file is as large as the machine's memory, and takes memory as it is used. A receiver may keep what it got for as long
  * as it likes: once half of the slab, or of the numbers of its blocks, is in use, it copies what comes and releases it.
  *
@@ -61,8 +61,7 @@
 #define PHX_RPC_PAGE 4096u
 #define PHX_RPC_LARGEST_PAGE 65536u
 #define PHX_RPC_LARGEST_SLAB (1ull << 40)
-#define PHX_RPC_SMALL_RING 262144u
-#define PHX_RPC_BULK_RING 65536u
+#define PHX_RPC_RING_BYTES 262144u
 #define PHX_RPC_BLOCKS 1024u
 #define PHX_RPC_LOANS 512u
 #define PHX_RPC_SHARED_AT 2097152u /* where the hub's slab begins in the file of its place */
@@ -83,7 +82,7 @@ struct phx_rpc_ring {
 };
 
 struct phx_rpc_side {
-    struct phx_rpc_ring rings[2];
+    struct phx_rpc_ring ring;
     _Alignas(PHX_RPC_LINE) _Atomic uint32_t closed;
     uint32_t pid;
     int32_t fd;
@@ -132,7 +131,7 @@ static inline uint64_t phx_rpc_rings_at(void)
 }
 static inline uint64_t phx_rpc_slabs_at(void)
 {
-    const uint64_t end = phx_rpc_rings_at() + 2 * (PHX_RPC_SMALL_RING + PHX_RPC_BULK_RING), huge = 2097152;
+    const uint64_t end = phx_rpc_rings_at() + 2 * PHX_RPC_RING_BYTES, huge = 2097152;
     return (end + huge - 1) / huge * huge;
 }
 

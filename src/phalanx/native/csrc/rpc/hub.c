@@ -23,8 +23,7 @@
 _Static_assert(sizeof(struct phx_rpc_place) <= PHX_RPC_PAGE, "a place is one page");
 _Static_assert(sizeof(struct phx_rpc_image) == 32 && sizeof(struct phx_rpc_box) == 64, "as links/shared.py reads them");
 _Static_assert(sizeof(struct phx_rpc_record) == 16, "records keep what follows them aligned");
-_Static_assert(2 * (PHX_RPC_SMALL + sizeof(struct phx_rpc_record)) <= PHX_RPC_SMALL_RING &&
-                   2 * (sizeof(struct phx_rpc_lent) + sizeof(struct phx_rpc_record)) <= PHX_RPC_BULK_RING,
+_Static_assert(2 * (PHX_RPC_SMALL + sizeof(struct phx_rpc_record)) <= PHX_RPC_RING_BYTES,
                "every record finds room at any place of an empty ring");
 
 _Atomic uint32_t phx_rpc_forks;
@@ -73,8 +72,7 @@ void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
         phx_rpc_ring(link->peer, PHX_RPC_SERVERS, 0);
     phx_rpc_call_up(link->hub, PHX_RPC_SERVERS);
     phx_rpc_call_up(link->hub, PHX_RPC_WAITERS);
-    phx_wake(phx_low_half(&link->own->rings[0].tail));
-    phx_wake(phx_low_half(&link->own->rings[1].tail));
+    phx_wake(phx_low_half(&link->own->ring.tail));
 }
 
 static uint64_t place_bytes(const phx_rpc_hub *hub)
@@ -140,14 +138,10 @@ static int reach(uint32_t pid, int number, const uint8_t *cookie, int is_place, 
     return -1;
 }
 
-static struct phx_rpc_end_of_ring end_of(phx_rpc_link *link, struct phx_rpc_side *side, uint32_t lane)
+static struct phx_rpc_end_of_ring end_of(phx_rpc_link *link, struct phx_rpc_side *side)
 {
-    const uint64_t number = (uint64_t)(side - link->channel->sides);
-    const uint64_t at = lane == PHX_RPC_SMALL_LANE ? number * PHX_RPC_SMALL_RING
-                                                   : 2 * PHX_RPC_SMALL_RING + number * PHX_RPC_BULK_RING;
-    return (struct phx_rpc_end_of_ring){.ring = &side->rings[lane],
-                                        .data = link->map + phx_rpc_rings_at() + at,
-                                        .bytes = lane == PHX_RPC_SMALL_LANE ? PHX_RPC_SMALL_RING : PHX_RPC_BULK_RING};
+    const uint64_t at = phx_rpc_rings_at() + (uint64_t)(side - link->channel->sides) * PHX_RPC_RING_BYTES;
+    return (struct phx_rpc_end_of_ring){.ring = &side->ring, .data = link->map + at, .bytes = PHX_RPC_RING_BYTES};
 }
 
 /* This process's view of a channel, as its side 0 or 1. */
@@ -174,11 +168,9 @@ static phx_rpc_link *view(phx_rpc_hub *hub, int fd, uint64_t slab_bytes, uint32_
     link->pidfd = -1;
     link->slab_bytes = slab_bytes;
     link->their_slab = link->map + phx_rpc_slabs_at() + !side * slab_bytes;
-    for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
-        link->out[lane] = end_of(link, link->own, lane);
-        link->inboxes[lane].in = end_of(link, link->other, lane);
-        link->inboxes[lane].last = &link->inboxes[lane].first;
-    }
+    link->out = end_of(link, link->own);
+    link->inbox.in = end_of(link, link->other);
+    link->inbox.last = &link->inbox.first;
     link->slab.data = link->map + phx_rpc_slabs_at() + side * slab_bytes;
     link->slab.bytes = slab_bytes;
     link->slab.released = link->own->released;
@@ -323,8 +315,7 @@ void phx_rpc_drop(phx_rpc_link *link)
     phx_rpc_hub *hub = link->hub;
     if (!phx_rpc_mine(hub) || atomic_fetch_sub_explicit(&link->refs, 1, memory_order_acq_rel) != 1)
         return;
-    for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
-        empty(&link->inboxes[lane]);
+    empty(&link->inbox);
     if (link->pidfd >= 0)
         close(link->pidfd);
     if (link->peer)

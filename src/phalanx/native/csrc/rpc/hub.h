@@ -19,14 +19,13 @@ struct phx_rpc_item {
     struct phx_rpc_image image; /* of a small one, the rest follows */
 };
 
-/* The receiving end of one lane. Everything here is under the hub's lock. */
+/* The receiving end of a link. Everything here is under the hub's lock. */
 struct phx_rpc_inbox {
     struct phx_rpc_end_of_ring in;
     struct phx_rpc_item *first, **last; /* taken out of the ring, in order, before what is still in it */
     uint64_t aside;                     /* bytes of those */
     uint32_t notices;                   /* how many of those are notices */
     uint32_t begins;                    /* the kind of the message that a thread took and has not begun with; or 0 */
-    uint32_t passed;                    /* of the small lane: how many were taken while a large call waits */
 };
 
 /* A thread that waits for the answer to a call; under the hub's lock. */
@@ -100,9 +99,9 @@ struct phx_rpc_link {
     _Atomic uint32_t ended;   /* why nothing more comes (enum phx_rpc_end); then nothing can be sent */
     uint32_t listed, told;    /* under the hub's lock */
     pthread_mutex_t sending;  /* held while a record is put into a ring */
-    struct phx_rpc_end_of_ring out[PHX_RPC_LANES];
+    struct phx_rpc_end_of_ring out;
     struct phx_rpc_slab slab;
-    struct phx_rpc_inbox inboxes[PHX_RPC_LANES];
+    struct phx_rpc_inbox inbox;
 };
 
 extern _Atomic uint32_t phx_rpc_forks;

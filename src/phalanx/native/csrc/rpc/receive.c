@@ -1,12 +1,11 @@
 /* Receiving: any number of threads look at all rings, one at a time, and each leaves with a message that is for it.
  *
- * This decides which thread gets the next message of a lane, since any thread that looks may find any message.
+ * This decides which thread gets the next message of a link, since any thread that looks may find any message.
  *
  * A thread that serves (in phx_rpc_next) takes requests, notices, and answers that no thread in the core waits for. A
  * thread that waits for an answer (in phx_rpc_await) takes that answer. Either hands an answer that another thread
  * waits for to that thread. A thread that waits sets all other messages aside, in order, for the threads that serve.
- * No answer is taken before a notice that was sent before it. A small message may be the cancellation of a large call,
- * which therefore waits for it (held). */
+ * No answer is taken before a notice that was sent before it. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
@@ -30,8 +29,7 @@ enum step {
     PHX_RPC_MOVED    /* a message went to another thread: look again */
 };
 
-#define ASIDE_BYTES 67108864u /* when so much has been set aside in one lane, a thread that waits sets no more aside */
-#define MOST_PASSED 64u /* so many small messages are taken before a large call that waits */
+#define ASIDE_BYTES 67108864u /* when so much has been set aside of one link, a thread that waits sets no more aside */
 
 static int is_answer(uint32_t kind)
 {
@@ -66,11 +64,11 @@ static void hand(phx_rpc_hub *hub, struct phx_rpc_waiter *waiter, uint64_t call)
 
 /* Describe the message that a record announces. Returns 1, or 0 if the record is damaged. The image's header is copied,
  * because the other process can change it at any time. */
-static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_record *record, const char *bytes,
+static int describe(phx_rpc_link *link, const struct phx_rpc_record *record, const char *bytes,
                     struct phx_rpc_box *box, struct phx_rpc_image *image)
 {
-    *box = (struct phx_rpc_box){.link = (uintptr_t)link, .lane = lane, .nbytes = record->nbytes};
-    if (record->type == PHX_RPC_IMAGE && lane == PHX_RPC_SMALL_LANE) {
+    *box = (struct phx_rpc_box){.link = (uintptr_t)link, .nbytes = record->nbytes};
+    if (record->type == PHX_RPC_IMAGE) {
         if (record->nbytes < sizeof *image || record->nbytes > PHX_RPC_SMALL)
             return 0;
         memcpy(image, bytes, sizeof *image);
@@ -79,8 +77,7 @@ static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_reco
     }
     const int is_lent = record->type == PHX_RPC_LENT;
     struct phx_rpc_lent lent;
-    if ((record->type != PHX_RPC_BLOCK && !is_lent) || lane != PHX_RPC_BULK_LANE ||
-        record->nbytes != (is_lent ? sizeof lent : sizeof lent.block) || (is_lent && !link->borrowed))
+    if ((record->type != PHX_RPC_BLOCK && !is_lent) || record->nbytes != (is_lent ? sizeof lent : sizeof lent.block) || (is_lent && !link->borrowed))
         return 0;
     memcpy(&lent, bytes, record->nbytes);
     const struct phx_rpc_block *block = &lent.block;
@@ -126,8 +123,9 @@ static void take_out(struct phx_rpc_inbox *inbox, struct phx_rpc_item **at)
     free(item);
 }
 
-static void settle(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox)
+static void settle(phx_rpc_hub *hub, phx_rpc_link *link)
 {
+    struct phx_rpc_inbox *inbox = &link->inbox;
     if (inbox->begins == PHX_RPC_NOTICE || !hub->waiters)
         return;
     for (struct phx_rpc_item **at = &inbox->first; *at && (*at)->image.kind != PHX_RPC_NOTICE;) {
@@ -144,9 +142,10 @@ static void settle(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *i
 }
 
 /* Set a record's message aside, and have a thread that serves look after it. */
-static enum step set_aside(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox,
-                           const struct phx_rpc_box *box, const void *image, uint64_t takes)
+static enum step set_aside(phx_rpc_hub *hub, phx_rpc_link *link, const struct phx_rpc_box *box, const void *image,
+                           uint64_t takes)
 {
+    struct phx_rpc_inbox *inbox = &link->inbox;
     const uint64_t more = box->block == PHX_RPC_INLINE ? box->nbytes : 0;
     struct phx_rpc_item *item = inbox->aside > ASIDE_BYTES ? NULL : malloc(sizeof *item + more);
     if (!item)
@@ -155,25 +154,15 @@ static enum step set_aside(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_
     memcpy(&item->image, image, more ? more : sizeof item->image);
     append(inbox, item);
     phx_rpc_advance(&inbox->in, takes);
-    settle(hub, link, inbox);
+    settle(hub, link);
     phx_rpc_call_up(hub, PHX_RPC_SERVERS);
     return PHX_RPC_MOVED;
 }
 
-/* Whether the next call or notice of the bulk lane waits for the small one: for a notice that a thread has taken and
- * is not done with, or for what has come meanwhile. */
-static int held(const phx_rpc_link *link, uint32_t lane)
+/* Look at one link, for a thread that serves (`self` is NULL) or for one that waits, with the hub's lock. */
+static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_box *box, struct phx_rpc_waiter *self)
 {
-    const struct phx_rpc_inbox *small = &link->inboxes[PHX_RPC_SMALL_LANE];
-    return lane == PHX_RPC_BULK_LANE && small->passed < MOST_PASSED &&
-           (small->begins == PHX_RPC_NOTICE || (!small->begins && (small->first || phx_rpc_waiting(&small->in))));
-}
-
-/* Look at one lane of one link, for a thread that serves (`self` is NULL) or for one that waits, with the hub's lock. */
-static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struct phx_rpc_box *box,
-                      struct phx_rpc_waiter *self)
-{
-    struct phx_rpc_inbox *inbox = &link->inboxes[lane];
+    struct phx_rpc_inbox *inbox = &link->inbox;
     struct phx_rpc_item *item = self ? NULL : inbox->first;
     struct phx_rpc_record record;
     struct phx_rpc_box news;
@@ -186,7 +175,7 @@ static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struc
         if (atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
             return PHX_RPC_NOTHING;
         const int there = phx_rpc_peek(&inbox->in, &record, &bytes);
-        if (there < 0 || (there && !describe(link, lane, &record, bytes, &news, &image)))
+        if (there < 0 || (there && !describe(link, &record, bytes, &news, &image)))
             phx_rpc_ends(link, PHX_RPC_DAMAGED);
         if (there <= 0 || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
             return PHX_RPC_NOTHING;
@@ -196,19 +185,15 @@ static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struc
     struct phx_rpc_waiter *waiter = NULL;
     if (is_answer(image.kind)) {
         if (inbox->begins == PHX_RPC_NOTICE || (self && inbox->notices))
-            return self ? set_aside(hub, link, inbox, &news, whole, takes) : PHX_RPC_NOTHING;
+            return self ? set_aside(hub, link, &news, whole, takes) : PHX_RPC_NOTHING;
         waiter = unhook(hub, link, image.call);
         if (!waiter && self)
-            return set_aside(hub, link, inbox, &news, whole, takes);
+            return set_aside(hub, link, &news, whole, takes);
     } else {
         if (self)
-            return set_aside(hub, link, inbox, &news, whole, takes);
+            return set_aside(hub, link, &news, whole, takes);
         if (inbox->begins)
             return PHX_RPC_NOTHING;
-        if (held(link, lane))
-            return PHX_RPC_NOTHING;
-        struct phx_rpc_inbox *bulk = &link->inboxes[PHX_RPC_BULK_LANE], *small = &link->inboxes[PHX_RPC_SMALL_LANE];
-        small->passed = inbox == small && (bulk->first || phx_rpc_waiting(&bulk->in)) ? small->passed + 1 : 0;
         inbox->begins = image.kind;
     }
     fill(waiter ? waiter->box : box, &news, whole);
@@ -227,13 +212,9 @@ static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struc
 /* Return whether nothing more of what was sent over a link is to be received. */
 static int drained(const phx_rpc_link *link)
 {
-    for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
-        const struct phx_rpc_inbox *inbox = &link->inboxes[lane];
-        if (inbox->begins || inbox->first ||
-            (atomic_load(&link->ended) < PHX_RPC_DAMAGED && phx_rpc_waiting(&inbox->in)))
-            return 0;
-    }
-    return 1;
+    const struct phx_rpc_inbox *inbox = &link->inbox;
+    return !inbox->begins && !inbox->first &&
+           (atomic_load(&link->ended) >= PHX_RPC_DAMAGED || !phx_rpc_waiting(&inbox->in));
 }
 
 /* Put the news that a link has ended into the box, once, after its last message. Returns whether it did. */
@@ -259,11 +240,8 @@ static int more(phx_rpc_hub *hub)
         phx_rpc_link *link = hub->links[i];
         if (atomic_load(&link->ended) || atomic_load_explicit(&link->other->closed, memory_order_relaxed))
             return 1;
-        for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
-            const struct phx_rpc_inbox *inbox = &link->inboxes[lane];
-            if (!inbox->begins && !held(link, lane) && (inbox->first || phx_rpc_waiting(&inbox->in)))
-                return 1;
-        }
+        if (!link->inbox.begins && (link->inbox.first || phx_rpc_waiting(&link->inbox.in)))
+            return 1;
     }
     return 0;
 }
@@ -271,20 +249,19 @@ static int more(phx_rpc_hub *hub)
 static int look_everywhere(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_waiter *self)
 {
 again:
-    for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
-        for (uint32_t i = 0, count = hub->count; i < count; i++) {
-            phx_rpc_link *link = hub->links[(hub->turn + i) % count];
-            const enum step step = look(hub, link, lane, box, self);
-            if (step == PHX_RPC_MINE) {
-                hub->turn = (hub->turn + i + 1) % count;
-                return 1;
-            }
-            if (step == PHX_RPC_MOVED) {
-                if (self && atomic_load(&self->filled))
-                    return 1;
-                goto again; /* small messages first */
-            }
+    for (uint32_t i = 0, count = hub->count; i < count; i++) {
+        phx_rpc_link *link = hub->links[(hub->turn + i) % count];
+        const enum step step = look(hub, link, box, self);
+        if (step == PHX_RPC_MINE) {
+            hub->turn = (hub->turn + i + 1) % count;
+            return 1;
         }
+        if (step == PHX_RPC_MOVED) {
+            if (self && atomic_load(&self->filled))
+                return 1;
+            goto again;
+        }
+    }
     for (uint32_t i = 0; i < hub->count; i++)
         if (tell(hub->links[i], box))
             return 1;
@@ -423,8 +400,8 @@ int phx_rpc_await(phx_rpc_hub *hub, phx_rpc_link *link, uint64_t call, uint32_t 
     pthread_mutex_lock(&hub->lock);
     self.next = hub->waiters;
     hub->waiters = &self;
-    for (uint32_t lane = 0; lane < PHX_RPC_LANES && !link->told; lane++)
-        settle(hub, link, &link->inboxes[lane]);
+    if (!link->told)
+        settle(hub, link);
     pthread_mutex_unlock(&hub->lock);
     int status = receive(hub, box, &self, answers);
     if (status == PHX_PEER_LOST) {
@@ -439,18 +416,17 @@ int phx_rpc_await(phx_rpc_hub *hub, phx_rpc_link *link, uint64_t call, uint32_t 
     return status;
 }
 
-void phx_rpc_begun(phx_rpc_link *link, uint32_t lane)
+void phx_rpc_begun(phx_rpc_link *link)
 {
     phx_rpc_hub *hub = link->hub;
     if (!phx_rpc_mine(hub))
         return;
-    struct phx_rpc_inbox *inbox = &link->inboxes[lane];
+    struct phx_rpc_inbox *inbox = &link->inbox;
     pthread_mutex_lock(&hub->lock);
     inbox->begins = 0;
-    settle(hub, link, inbox);
-    const struct phx_rpc_inbox *bulk = &link->inboxes[PHX_RPC_BULK_LANE]; /* more() has left out what is held */
-    const int rest = inbox->first || phx_rpc_waiting(&inbox->in) || bulk->first || phx_rpc_waiting(&bulk->in) ||
-                     atomic_load(&link->ended) || atomic_load_explicit(&link->other->closed, memory_order_relaxed);
+    settle(hub, link);
+    const int rest = inbox->first || phx_rpc_waiting(&inbox->in) || atomic_load(&link->ended) ||
+                     atomic_load_explicit(&link->other->closed, memory_order_relaxed);
     pthread_mutex_unlock(&hub->lock);
     if (rest)
         phx_rpc_call_up(hub, PHX_RPC_SERVERS);

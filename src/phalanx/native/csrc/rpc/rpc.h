@@ -2,9 +2,8 @@
  * is the shared memory, on which stand memory.h and ring.h; on these hub.h, the private side; on that send.c and receive.c.
  *
  * A *hub* is a process's end of all its *links*; a link goes to one other process. A message is an *image*: one piece of
- * memory that begins with a phx_rpc_image, which is all that the core reads (rpc/links/shared.py has the rest). Images up to
- * PHX_RPC_SMALL go through the small lane, larger ones through the bulk lane. Each lane keeps its order, and a small message
- * overtakes large ones.
+ * memory that begins with a phx_rpc_image, which is all that the core reads (rpc/links/shared.py has the rest). They arrive in the order in which
+ * they are sent, a large one when it has been copied to where its receiver reads it (phx_rpc_put).
  *
  * No call sleeps longer than about PHX_RPC_NAP_NS, so that Python can handle signals between two calls: a function
  * that waits returns PHX_UNDER_WAY if there is nothing yet, and its caller calls it again. In a forked child, every
@@ -17,11 +16,10 @@
 
 #include "phalanx.h"
 
-#define PHX_RPC_SMALL 126976u /* bytes of an image in the small lane: less than half of its ring */
+#define PHX_RPC_SMALL 126976u /* bytes of an image that goes through the ring: less than half of it */
 #define PHX_RPC_NAP_NS 200000000ull
 
 enum phx_rpc_kind { PHX_RPC_REQUEST = 1, PHX_RPC_ANSWER, PHX_RPC_FAILURE, PHX_RPC_NOTICE };
-enum phx_rpc_lane { PHX_RPC_SMALL_LANE, PHX_RPC_BULK_LANE, PHX_RPC_LANES };
 
 /* How a link ended. */
 enum phx_rpc_end {
@@ -54,11 +52,10 @@ struct phx_rpc_box {
     uint64_t link;            /* the handle of the link, as phx_rpc_accept() or phx_rpc_offer() returned it */
     uint64_t where, nbytes;   /* the image: its address, if it is large, and its size */
     uint32_t block, sequence; /* what phx_rpc_release() needs; or PHX_RPC_INLINE */
-    uint32_t lane;            /* enum phx_rpc_lane */
     uint32_t ended;           /* 0 for a message; else there is none, and the link has ended (enum phx_rpc_end) */
     uint32_t idle;            /* how many other threads are in phx_rpc_next() */
     uint32_t taken;           /* how often something was put into this box; callers compare it and do not change it */
-    uint32_t unused[4];
+    uint32_t unused[5];
 };
 
 typedef struct phx_rpc_hub phx_rpc_hub;
@@ -95,7 +92,7 @@ PHX_API uint32_t phx_rpc_why(phx_rpc_link *link);
 /* This process's pid, by which those that accept its offers find it in /proc. */
 PHX_API uint32_t phx_rpc_pid(void);
 
-/* Send a small image without waiting. Returns PHX_OK; PHX_UNDER_WAY if the lane is full, so that the caller tries again
+/* Send a small image without waiting. Returns PHX_OK; PHX_UNDER_WAY if the ring is full, so that the caller tries again
  * after phx_rpc_wait_room(); PHX_PEER_LOST if the link has ended. */
 PHX_API int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes);
 /* Copy a large image, given in pieces, into the slab; `placed` receives a handle for phx_rpc_post(), or 0. (A result could be
@@ -117,16 +114,16 @@ PHX_API void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const 
 PHX_API void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t *shared);
 /* Send what was shared; as phx_rpc_post(). PHX_BAD_ARGUMENT: this link cannot borrow it, but phx_rpc_put() can send it. */
 PHX_API int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call);
-/* Return how many bytes the other process has taken from the lane since the channel was made. */
-PHX_API uint64_t phx_rpc_taken(phx_rpc_link *link, uint32_t lane);
+/* Return how many bytes the other process has taken from the ring since the channel was made. */
+PHX_API uint64_t phx_rpc_taken(phx_rpc_link *link);
 /* Sleep until the other process has taken more than `taken`, read before no room was found; 50 ms at most. */
-PHX_API void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken);
+PHX_API void phx_rpc_wait_room(phx_rpc_link *link, uint64_t taken);
 
 /* Wait for a message or a piece of news. Returns PHX_OK if one is in the box, PHX_UNDER_WAY if there is none yet, and
- * PHX_PEER_LOST if the hub is shut. After a request or a notice no thread gets the next one of its lane until
+ * PHX_PEER_LOST if the hub is shut. After a request or a notice no thread gets the next one of its link until
  * phx_rpc_begun() is called, so that they begin in order. */
 PHX_API int phx_rpc_next(phx_rpc_hub *hub, struct phx_rpc_box *box);
-PHX_API void phx_rpc_begun(phx_rpc_link *link, uint32_t lane);
+PHX_API void phx_rpc_begun(phx_rpc_link *link);
 /* Wait for the answer to one call; other messages that arrive meanwhile are left for the threads they are for. Returns
  * what phx_rpc_next() does. An answer that a thread in phx_rpc_next() took cannot arrive here: that thread delivers it
  * and calls phx_rpc_answered(), which adds one to *phx_rpc_answers(). `answers` is that number as the caller read it

@@ -1,4 +1,4 @@
-/* Sending: a small image into its ring, a large one into the slab with a record in the bulk ring. */
+/* Sending: a small image into the ring, a large one into the slab with a record in the ring. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <string.h>
@@ -36,7 +36,7 @@ int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes)
         return PHX_PEER_LOST;
     if (nbytes < sizeof(struct phx_rpc_image) || nbytes > PHX_RPC_SMALL)
         return PHX_BAD_ARGUMENT;
-    struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_SMALL_LANE];
+    struct phx_rpc_end_of_ring *out = &link->out;
     pthread_mutex_lock(&link->sending);
     void *place = phx_rpc_reserve(out, PHX_RPC_IMAGE, nbytes);
     if (place) {
@@ -105,7 +105,7 @@ int phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, co
 
 int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
 {
-    struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
+    struct phx_rpc_end_of_ring *out = &link->out;
     struct phx_rpc_block block;
     if (cannot_send(link))
         return PHX_PEER_LOST;
@@ -133,18 +133,18 @@ void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle)
         phx_rpc_free(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32));
 }
 
-void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken)
+void phx_rpc_wait_room(phx_rpc_link *link, uint64_t taken)
 {
     if (cannot_send(link))
         return;
-    struct phx_rpc_ring *ring = link->out[lane].ring;
+    struct phx_rpc_ring *ring = link->out.ring;
     if (atomic_load_explicit(&ring->tail, memory_order_acquire) == taken)
         phx_sleep(phx_low_half(&ring->tail), (uint32_t)taken, &ring->waiting);
 }
 
-uint64_t phx_rpc_taken(phx_rpc_link *link, uint32_t lane)
+uint64_t phx_rpc_taken(phx_rpc_link *link)
 {
-    return atomic_load_explicit(&link->own->rings[lane].tail, memory_order_acquire);
+    return atomic_load_explicit(&link->own->ring.tail, memory_order_acquire);
 }
 
 /* -- to several processes at once ---------------------------------------------------------------------------------- */
@@ -202,7 +202,7 @@ static uint32_t enter(struct phx_rpc_loans *loans, phx_rpc_link *link, const str
 
 int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call)
 {
-    struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
+    struct phx_rpc_end_of_ring *out = &link->out;
     struct phx_rpc_loans *loans = &link->hub->loans;
     struct phx_rpc_lent lent = {.call = call};
     struct phx_rpc_block block;
