@@ -90,23 +90,15 @@ static void send_one(uint32_t kind, uint64_t call)
     const void *data[2] = {image, image + cut};
     const uint64_t parts[2] = {cut, nbytes - cut};
     const int large = nbytes > PHX_RPC_SMALL;
-    uint64_t shared = 0, handle = 0;
-    if (large && chance() % 2)
-        phx_rpc_share(hub, 2, data, parts, &shared);
-    if (large && !shared)
-        phx_rpc_put(peer, 2, data, parts, &handle);
-    int status = PHX_UNDER_WAY;
-    for (int turn = 0; turn < 3 && status == PHX_UNDER_WAY; turn++) {
+    const int several = chance() % 2;
+    uint64_t shared = 0;
+    int status = large ? phx_rpc_share(hub, 2, data, parts, &shared) : PHX_OK;
+    for (int turn = 0; turn < 3 && (turn ? status == PHX_UNDER_WAY : !status); turn++) {
         const uint64_t taken = phx_rpc_taken(peer);
-        status = !large   ? phx_rpc_send(peer, image, nbytes)
-                 : shared ? phx_rpc_lend(peer, shared, call)
-                 : handle ? phx_rpc_post(peer, handle)
-                          : PHX_BAD_ARGUMENT;
+        status = large ? phx_rpc_lend(peer, shared, call, several) : phx_rpc_send(peer, image, nbytes);
         if (status == PHX_UNDER_WAY)
             phx_rpc_wait_room(peer, taken);
     }
-    if (status != PHX_OK && handle)
-        phx_rpc_take_back(peer, handle);
     phx_rpc_unshare(hub, &shared);
     free(image);
 }
@@ -128,7 +120,7 @@ static void victim(int to, int from)
     struct offer offer = {.pid = phx_rpc_pid(), .cookie = {1}, .place_cookie = {2}};
     hub = phx_rpc_open(offer.place_cookie, SLAB);
     CHECK(hub);
-    peer = phx_rpc_offer(hub, offer.cookie, SLAB, &offer.fd);
+    peer = phx_rpc_offer(hub, offer.cookie, &offer.fd);
     offer.place = phx_rpc_descriptor(hub);
     char byte;
     CHECK(peer && write(to, &offer, sizeof offer) == sizeof offer && read(from, &byte, 1) == 1);
@@ -164,7 +156,7 @@ static void damage(void)
     const struct phx_rpc_end_of_ring *out = &peer->out;
     char *record = out->data + (out->at - (chance() % 8 + 1) * 16) % out->bytes;
     const uint32_t block = (uint32_t)(chance() % 4 ? chance() % 4 : chance() % PHX_RPC_BLOCKS);
-    switch (chance() % 18) {
+    switch (chance() % 16) {
     case 0: atomic_store(&ring->head, any_value()); break;
     case 1: atomic_store(&ring->head, out->at + chance() % 4 * 16); break;
     case 2: atomic_store(&theirs->tail, any_value()); break;
@@ -176,12 +168,10 @@ static void damage(void)
     case 8: atomic_store(&peer->peer->spinners, (uint32_t)(chance() % 4)); break;
     case 9: atomic_store(&hub->place->alive_ns, any_value()); break;
     case 10: memset(peer->own->place_cookie, (int)chance(), 16); break;
-    case 11: peer->channel->slab_bytes = any_value(); break;
+    case 11: hub->place->slab_bytes = any_value(); break;
     case 12: *(uint32_t *)(record + chance() % 4 * 4) = (uint32_t)any_value(); break;
     case 13: *(uint64_t *)(record + chance() % 2 * 8) = any_value(); break;
-    case 16: atomic_store(&peer->other->returned[chance() % 4], (uint32_t)any_value()); break;
-    case 17: *(uint64_t *)(hub->loans.slab.data + chance() % 4 * 8) = any_value(); break;
-    case 14: *(uint64_t *)(peer->slab.data + chance() % 4 * 8 + chance() % 3 * 4096) = any_value(); break;
+    case 14: *(uint64_t *)(hub->slab.data + chance() % 4 * 8 + chance() % 3 * 4096) = any_value(); break;
     default: *(uint64_t *)(out->data + chance() % (out->bytes / 8) * 8) = any_value();
     }
 }

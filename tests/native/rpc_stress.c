@@ -92,18 +92,17 @@ static uint32_t other_end(struct worker *worker, phx_rpc_link *link)
     return 0;
 }
 
-/* Send a large image that lies where several links can read it: 1; 0 if there is no room for that. */
-static int lend_image(struct worker *worker, uint32_t to, uint64_t shared, uint64_t call)
+static void wait_room(phx_rpc_link *link)
 {
-    phx_rpc_link *link = worker->links[to];
+    phx_rpc_wait_room(link, phx_rpc_taken(link));
+}
+
+static int lend(phx_rpc_link *link, uint64_t shared, uint64_t call, int several)
+{
     int status;
-    for (;;) {
-        const uint64_t taken = phx_rpc_taken(link);
-        if ((status = phx_rpc_lend(link, shared, call)) != PHX_UNDER_WAY)
-            break;
-        phx_rpc_wait_room(link, taken);
-    }
-    return status != PHX_BAD_ARGUMENT;
+    while ((status = phx_rpc_lend(link, shared, call, several)) == PHX_UNDER_WAY)
+        wait_room(link);
+    return status;
 }
 
 /* The same notice to all others, which read it in one place. */
@@ -113,10 +112,10 @@ static void send_to_all(struct worker *worker, uint64_t call, uint64_t body)
     const void *data[1] = {image};
     const uint64_t sizes[1] = {sizeof(struct phx_rpc_image) + body};
     uint64_t shared;
-    phx_rpc_share(worker->hub, 1, data, sizes, &shared);
-    for (uint32_t to = 0; shared && to < count; to++)
+    const int there = phx_rpc_share(worker->hub, 1, data, sizes, &shared) == PHX_OK;
+    for (uint32_t to = 0; there && to < count; to++)
         if (to != worker->number)
-            lend_image(worker, to, shared, call);
+            lend(worker->links[to], shared, call, 1);
     phx_rpc_unshare(worker->hub, &shared);
     free(image);
 }
@@ -124,33 +123,21 @@ static void send_to_all(struct worker *worker, uint64_t call, uint64_t body)
 static int send_image(struct worker *worker, uint32_t to, char *image)
 {
     phx_rpc_link *link = worker->links[to];
-    const uint64_t nbytes = ((struct phx_rpc_image *)image)->nbytes;
+    const struct phx_rpc_image *head = (const struct phx_rpc_image *)image;
+    const uint64_t nbytes = head->nbytes, cut = nbytes / 3 + 32;
     int status;
     if (nbytes <= PHX_RPC_SMALL) {
-        for (;;) {
-            const uint64_t taken = phx_rpc_taken(link);
-            if ((status = phx_rpc_send(link, image, nbytes)) != PHX_UNDER_WAY)
-                break;
-            phx_rpc_wait_room(link, taken);
-        }
+        while ((status = phx_rpc_send(link, image, nbytes)) == PHX_UNDER_WAY)
+            wait_room(link);
     } else {
-        const uint64_t cut = nbytes / 3 + 32;
         const void *data[3] = {image, image + cut, NULL};
         const uint64_t sizes[3] = {cut, nbytes - cut, 0};
-        uint64_t handle;
-        for (;;) {
-            const uint64_t taken = phx_rpc_taken(link);
-            status = phx_rpc_put(link, 3, data, sizes, &handle);
-            if (status != PHX_UNDER_WAY)
-                break;
-            phx_rpc_wait_room(link, taken);
-        }
-        while (!status && (status = phx_rpc_post(link, handle)) == PHX_UNDER_WAY) {
-            phx_rpc_wait_room(link, phx_rpc_taken(link));
-            status = PHX_OK;
-        }
-        if (status && handle)
-            phx_rpc_take_back(link, handle);
+        uint64_t shared;
+        while ((status = phx_rpc_share(worker->hub, 3, data, sizes, &shared)) == PHX_UNDER_WAY)
+            wait_room(link);
+        if (!status)
+            status = lend(link, shared, head->call, 0);
+        phx_rpc_unshare(worker->hub, &shared);
     }
     free(image);
     return status;
@@ -244,7 +231,7 @@ static void join_all(void)
         for (uint32_t b = a + 1; b < count; b++) {
             const uint8_t cookie[16] = {(uint8_t)a, (uint8_t)b, 1};
             int fd;
-            workers[a].links[b] = phx_rpc_offer(workers[a].hub, cookie, SLAB, &fd);
+            workers[a].links[b] = phx_rpc_offer(workers[a].hub, cookie, &fd);
             CHECK(workers[a].links[b]);
             workers[b].links[a] = phx_rpc_accept(workers[b].hub, phx_rpc_pid(), fd, cookie,
                                                  phx_rpc_descriptor(workers[a].hub), workers[a].cookie);

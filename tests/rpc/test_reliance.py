@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, ClosedError
@@ -23,48 +20,13 @@ from phalanx.rpc.failure import RemoteError
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member
-from tests.support.waiting import soon, stop
+from tests.support.waiting import soon
 
 PATIENCE_S = 30.0
 
 
 def raises(_: Any) -> None:
     raise KeyError("a callback")
-
-
-def keep_number(number: int, tensor: torch.Tensor) -> None:
-    workers.keep(number)
-
-
-def test_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None:
-    """The cancellation is small, so it overtakes the call, whose callee is stopped meanwhile."""
-
-    def body(member: Member) -> None:
-        if member.rank:
-            return
-        pid = rpc.call("worker1", workers.pid)
-        tensor = torch.ones(1 << 20)
-        own, sent = session.worker(), threading.Semaphore(0)
-        notice = own._notice
-
-        def send(*arguments: Any) -> None:
-            notice(*arguments)
-            sent.release()
-
-        vars(own)["_notice"] = send
-        for number in range(5):
-            stop(pid)
-            try:
-                future = rpc.start("worker1", keep_number, number, tensor)
-                assert future.cancel()
-                assert sent.acquire(timeout=PATIENCE_S)
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            rpc.call("worker1", torch.numel, tensor)
-        rpc.call("worker1", keep_number, 10, tensor)
-        assert rpc.call("worker1", workers.give_all) == [10]
-
-    with_workers(body, 2)
 
 
 def leave() -> None:

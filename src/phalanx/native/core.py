@@ -221,13 +221,13 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
     path = library()._name
     core = ctypes.PyDLL(path) if holding else ctypes.CDLL(path, use_errno=True)
     hub = link = box = c_void_p
-    pieces = [link, c_uint32, POINTER(c_void_p), POINTER(c_uint64)]
+    pieces = [c_uint32, POINTER(c_void_p), POINTER(c_uint64)]
     for name, result, arguments in (
         ("phx_rpc_open", hub, [c_char_p, c_uint64]),
         ("phx_rpc_descriptor", c_int, [hub]),
         ("phx_rpc_shut", None, [hub]),
         ("phx_rpc_close", None, [hub]),
-        ("phx_rpc_offer", link, [hub, c_char_p, c_uint64, POINTER(c_int)]),
+        ("phx_rpc_offer", link, [hub, c_char_p, POINTER(c_int)]),
         ("phx_rpc_accept", link, [hub, c_uint32, c_int, c_char_p, c_int, c_char_p]),
         ("phx_rpc_confirm", c_int, [link]),
         ("phx_rpc_begin", c_int, [link]),
@@ -236,12 +236,9 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
         ("phx_rpc_pid", c_uint32, []),
         ("phx_rpc_drop", None, [link]),
         ("phx_rpc_send", c_int, [link, c_char_p, c_uint64]),
-        ("phx_rpc_put", c_int, [*pieces, POINTER(c_uint64)]),
-        ("phx_rpc_post", c_int, [link, c_uint64]),
-        ("phx_rpc_take_back", None, [link, c_uint64]),
-        ("phx_rpc_share", None, [hub, *pieces[1:], POINTER(c_uint64)]),
+        ("phx_rpc_share", c_int, [hub, *pieces, POINTER(c_uint64)]),
         ("phx_rpc_unshare", None, [hub, POINTER(c_uint64)]),
-        ("phx_rpc_lend", c_int, [link, c_uint64, c_uint64]),
+        ("phx_rpc_lend", c_int, [link, c_uint64, c_uint64, c_int]),
         ("phx_rpc_taken", c_uint64, [link]),
         ("phx_rpc_wait_room", None, [link, c_uint64]),
         ("phx_rpc_next", c_int, [hub, box]),

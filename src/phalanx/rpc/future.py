@@ -121,7 +121,7 @@ class Future(Generic[T]):
         callback(self)
 
     def cancel(self) -> bool:
-        """Give up the call: what has not begun will not, and what has begun is told. Whether that was in time."""
+        """Give up the call: it does not begin once its worker knows, or is told. Return whether that was in time."""
         given_up = self._complete(None, Cancelled("the call was given up with cancel()"))
         if given_up:
             self._tell_of_cancel()

@@ -45,7 +45,6 @@ class Peer:
     ``given_up``     callers, who takes answers      the same; what callees of calls given up rely on
     ``nbytes``       callers                         room of ``Calls``; arguments of calls under way
     ``requests``     who receives, who answers       none: one operation of a dict each
-    ``cancelled``    who receives                    the same; cancellations that overtook their call
     ``kept``         who answers, who receives       the same; what receivers of answers rely on
     ===============  ==============================  =================================================
     """
@@ -57,7 +56,6 @@ class Peer:
     given_up: dict[int, Sequence[Kept]] = field(default_factory=dict)
     nbytes: int = 0
     requests: dict[int, Incoming] = field(default_factory=dict)
-    cancelled: dict[int, None] = field(default_factory=dict)
     kept: dict[int, list[Kept]] = field(default_factory=dict)
 
 

@@ -28,7 +28,6 @@ __all__ = ["CANCEL", "NOBODY", "PROGRESS", "RECEIPT", "Incoming", "Serving"]
 # The services of this worker itself. The second is also the mark of an answer whose receiver is to say that it has it;
 # the third says how far calls have come (inquiry.py).
 CANCEL, RECEIPT, PROGRESS = "cancel", "receipt", "progress"
-_MOST_EARLY = 1024
 NOBODY, _LATER = 0, -1  # in the place of a thread
 
 
@@ -102,8 +101,6 @@ class Serving:
         if message.kind is Kind.REQUEST:
             incoming.message = message
             peer.requests[message.call] = incoming
-            if peer.cancelled and peer.cancelled.pop(message.call, False) is None:
-                incoming.give_up()
         if may_block or (service is not None and service.quick):
             self._run(incoming, service, message)
         else:
@@ -205,14 +202,8 @@ class Serving:
                 link.send(Message(Kind.FAILURE, number, "", b"", ()), math.inf)
 
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
-        """Give a request up, also one that has not come: a cancellation overtakes a large request."""
-        peer = incoming.caller
-        peer.cancelled[number] = None  # first: the call may come at this moment
-        if (given_up := peer.requests.get(number)) is not None:
-            peer.cancelled.pop(number, None)
+        if (given_up := incoming.caller.requests.get(number)) is not None:
             given_up.give_up()
-        elif len(peer.cancelled) > _MOST_EARLY:  # those that stay had been answered
-            peer.cancelled.pop(next(iter(list(peer.cancelled))), None)
 
     def _on_progress(self, incoming: Incoming, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Say how far calls of a worker have come; what is not under way here has an empty entry.

@@ -54,7 +54,7 @@ class SentToMany(list[Buffer]):
         self._copies: dict[object, tuple[c_uint64, Callable[[c_uint64], None]]] = {}
 
     def copy_of(self, owner: object, make: Callable[[c_uint64], None], give_up: Callable[[c_uint64], None]) -> int:
-        """Return the handle of ``owner``'s copy; 0 if none can be made.
+        """Return the handle of ``owner``'s copy; 0 if it could not be made.
 
         Args:
             owner: who can lend the copy.

@@ -43,9 +43,8 @@ from phalanx.words import format_gib, tell
 
 __all__ = ["Box", "Damaged", "Offer", "SharedHub", "SharedLink", "pack", "received"]
 
-# Of address space for each direction of a link; memory is taken when it is first used. And for what goes to several.
+# Of address space for the large messages of a worker; memory is taken when it is first used.
 SLAB_BYTES = min(64 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 16 << 16)
-LENT_BYTES = 256 << 20
 FEW_THREADS = 2  # that stay when there is nothing to do
 MOST_THREADS = 256  # a limit on mistakes, such as calls that go to and fro for ever
 _COOKIE_BYTES = 16
@@ -77,7 +76,7 @@ _BOX = struct.Struct("<QQQ5I20xQIHBxI4xQ")  # struct phx_rpc_box, and the header
 _BOX_HEAD = 64
 BOX_BYTES = _BOX_HEAD + LARGEST_SMALL
 _INLINE = 0xFFFFFFFE  # PHX_RPC_INLINE
-_COPY, _LENT = 0x40000000, 0x80000000  # PHX_RPC_COPY, PHX_RPC_LOAN
+_COPY = 0x40000000  # PHX_RPC_COPY
 _PADDING = bytes(ALIGN)
 _KINDS = dict(enumerate(Kind, 1))
 
@@ -179,7 +178,7 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
         memory = _memory_type((nbytes - 1).bit_length()).from_address(where)
         memory.give_back = partial(release, link, block, sequence, where, nbytes)  # type: ignore[attr-defined]
         view = memoryview(memory).cast("B")[:nbytes]
-        if block & (_COPY | _LENT) == _COPY:
+        if block & _COPY:
             view = memoryview(bytearray(view))
         if end > nbytes:
             raise Damaged
@@ -247,27 +246,27 @@ class SharedLink(Link):
     def _send_large(self, message: Message, until: float) -> None:
         self.check(message)
         if isinstance(message.buffers, SentToMany):
-            shared = message.buffers.copy_of(self._hub, partial(self._hub._share, message), self._hub._unshare)
-            lend = partial(self._core.phx_rpc_lend, self._handle, shared, message.call)
-            if shared and self._put(lend, until) != Status.BAD_ARGUMENT:
+            handle = message.buffers.copy_of(self._hub, partial(self._share, message, until), self._hub._unshare)
+            lend = partial(self._core.phx_rpc_lend, self._handle, handle, message.call, True)
+            if self._put(lend, until) != Status.BAD_ARGUMENT:  # else it has that already, and gets one of its own
                 return
-        placed = c_uint64()
-        *where, owners = pieces(message)
+        own = c_uint64()
         try:
-            status = self._put(partial(self._core.phx_rpc_put, self._handle, *where, placed), until)
-            if status == Status.BAD_ARGUMENT:
-                raise EncodingError(
-                    f"a message of {format_gib(message.nbytes)} cannot be sent by {self.name}: at most "
-                    f"{format_gib(self._hub._slab_bytes // 2)} are possible. Send the value in several calls"
-                )
-            self._put(partial(self._core.phx_rpc_post, self._handle, placed), until)
-        except BaseException:
-            # Unless it has been posted: a signal's handler may raise as soon as the core has done so.
-            if placed.value:
-                self._core.phx_rpc_take_back(self._handle, placed)
-            raise
+            self._share(message, until, own)
+            self._put(partial(self._core.phx_rpc_lend, self._handle, own, message.call, False), until)
         finally:
-            del owners
+            self._hub._unshare(own)
+
+    def _share(self, message: Message, until: float, shared: c_uint64) -> None:
+        """Copy a large message to where others can read it; write the handle of that."""
+        *where, owners = pieces(message)
+        status = self._put(partial(self._core.phx_rpc_share, self._hub._handle, *where, shared), until)
+        del owners
+        if status == Status.BAD_ARGUMENT:
+            raise EncodingError(
+                f"a message of {format_gib(message.nbytes)} cannot be sent by {self.name}: at most "
+                f"{format_gib(self._hub._slab_bytes // 2)} are possible. Send the value in several calls"
+            )
 
     def _put(self, attempt: Callable[[], int], until: float) -> int:
         """Call ``attempt``, which places a message, until there was room for it; return its status."""
@@ -346,8 +345,8 @@ class SharedHub:
     Args:
         receiver: takes what comes.
         threads: on how many threads at most; they are started when they are needed.
-        slab_bytes: how much memory the large messages of a link may take in each direction; a multiple of 4096. No
-            message may take more than half of it.
+        slab_bytes: how much memory the large messages that are sent may take; a multiple of 4096. No message may take
+            more than half of it.
 
     Raises:
         OSError: there can be none on this system.
@@ -366,7 +365,7 @@ class SharedHub:
         self._offers: dict[Offer, SharedLink] = {}
         self._boxes = threading.local()
         self._closed = False
-        self._handle = self._core.phx_rpc_open(self._cookie, min(slab_bytes, LENT_BYTES))
+        self._handle = self._core.phx_rpc_open(self._cookie, slab_bytes)
         if not self._handle:
             error = ctypes.get_errno()
             raise OSError(error, f"no shared memory for RPC: {os.strerror(error)}")
@@ -385,7 +384,7 @@ class SharedHub:
             OSError: there is no memory or no descriptor for it.
         """
         cookie, descriptor = secrets.token_bytes(_COOKIE_BYTES), c_int(-1)
-        handle = self._core.phx_rpc_offer(self._handle, cookie, self._slab_bytes, descriptor)
+        handle = self._core.phx_rpc_offer(self._handle, cookie, descriptor)
         if not handle:
             error = ctypes.get_errno()
             raise OSError(error, f"no shared memory for RPC: {os.strerror(error)}")
@@ -441,10 +440,6 @@ class SharedHub:
             self.withdraw(offer)
         self._core.phx_rpc_shut(self._handle)
         self._pool.close()
-
-    def _share(self, message: Message, shared: c_uint64) -> None:
-        *where, _owners = pieces(message)
-        self._core.phx_rpc_share(self._handle, *where, shared)
 
     def _unshare(self, shared: c_uint64) -> None:
         self._core.phx_rpc_unshare(self._handle, shared)

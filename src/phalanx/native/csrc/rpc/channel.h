@@ -1,13 +1,13 @@
 /* The shared memory of RPC between processes of one host: every word that two processes share.
  *
- * Each process with a hub has a *place*, one page, which every process that has a link to it maps. A slab follows it, for
- * images that go to several processes at once. Its receivers map that slab privately, because each may change what it has
- * received; when a receiver returns an image, it drops the pages that it has changed. Each link has a
- * *channel*, made by the side that dials (side 0) and mapped by both. A side sends through a ring and a slab of its
- * own in it. A small image goes through the ring. A large one lies in the slab, and only a record of it goes through the
- * ring. Only its own side allocates from a slab, and keeps its notes of it in private memory. The slab's
- * file is as large as the machine's memory, and takes memory as it is used. A receiver may keep what it got for as long
- * as it likes: once half of the slab, or of the numbers of its blocks, is in use, it copies what comes and releases it.
+ * Each process with a hub has a *place*, one page, and behind it a *slab*, in which its large images lie. Every process that
+ * has a link to it maps both: the slab twice, for an image that several processes read privately, because each may
+ * change what it has received; when a receiver releases such an image, it drops the pages that it has changed. Each link
+ * has a *channel*, made by the side that dials (side 0) and mapped by both, with a ring for each direction. A small image
+ * goes through the ring; of a large one only a record does. Only its own process allocates from a slab, and keeps its notes
+ * of it in private memory. The slab's file is as large as the machine's memory, and takes memory as it is used. A receiver
+ * may keep what it got for as long as it likes: once half of the slab, or of the numbers of its blocks, is in use, it
+ * copies what comes and releases it.
  *
  * Both are memfds, found through /proc/<pid>/fd and known by 16 random bytes. Counters of a ring count all bytes that
  * ever went in and came out.
@@ -16,7 +16,7 @@
  * The end of a process ends its links, so most words need no more than that.
  *
  * word        writer, order               readers, order              if the writer dies
- * magic .. slab_bytes
+ * magic .. slab_bytes, cookie
  *             who makes it, before the descriptor is told to anybody   nobody opens it
  * bell        raised, seq_cst, by who has threads of the place, which before: the message is found when anything else
  *             put something into a ring,  sleep on what they read     happens, at the latest with the death; after: nothing
@@ -35,13 +35,10 @@
  *             hub's lock, seq_cst
  * waiting     added to, seq_cst, by       the receiver after it has   each message costs a wake that wakes nobody
  *             senders asleep on `tail`    stored `tail`
- * released    the receiver, release: the block's sequence number,     before: the link ends, and the channel with it
- *             when nobody there can reach its memory. The sender,
- *             likewise, under its slab's lock, if it has not handed
- *             the block over; and 0, relaxed, as it allocates one.
+ * released    in the sender's side. The receiver, release: the        the sender finds the process gone
+ *             block's sequence number, when nobody there can reach
+ *             its memory. The sender, relaxed: 0, as it lends one.
  *             Read by the sender, acquire
- * returned    as `released`, for the images of the hub's slab: one    the lender finds the process gone
- *             for each loan, in the lender's side of the channel
  * borrows     the side, once, release: it has mapped the other hub's  it borrows nothing
  *             slab; read by the other, acquire
  * closed      the side, release, after all that it has sent: why it   as any death
@@ -62,8 +59,7 @@
 #define PHX_RPC_LARGEST_PAGE 65536u
 #define PHX_RPC_LARGEST_SLAB (1ull << 40)
 #define PHX_RPC_RING_BYTES 262144u
-#define PHX_RPC_BLOCKS 1024u
-#define PHX_RPC_LOANS 512u
+#define PHX_RPC_BLOCKS 16384u
 #define PHX_RPC_SHARED_AT 2097152u /* where the hub's slab begins in the file of its place */
 
 struct phx_rpc_place {
@@ -90,14 +86,12 @@ struct phx_rpc_side {
     uint64_t start_time, image;
     _Atomic uint32_t borrows;
     _Alignas(PHX_RPC_LINE) _Atomic uint32_t released[PHX_RPC_BLOCKS];
-    _Alignas(PHX_RPC_LINE) _Atomic uint32_t returned[PHX_RPC_LOANS];
 };
 
 struct phx_rpc_channel {
     uint64_t magic;
     uint32_t abi;
     uint8_t cookie[16];
-    uint64_t slab_bytes;
     struct phx_rpc_side sides[2];
 };
 
@@ -107,32 +101,24 @@ struct phx_rpc_record {
     uint32_t type;
     uint64_t unused;
 };
-enum phx_rpc_type { PHX_RPC_SKIP = 1, PHX_RPC_IMAGE, PHX_RPC_BLOCK, PHX_RPC_LENT };
+enum phx_rpc_type { PHX_RPC_SKIP = 1, PHX_RPC_IMAGE, PHX_RPC_LENT };
 
-/* What a PHX_RPC_BLOCK record says; `block` has PHX_RPC_COPY in it if the receiver is to copy it. */
-struct phx_rpc_block {
-    uint64_t at, nbytes; /* in the slab */
-    uint32_t block, sequence;
-};
-
-/* What a PHX_RPC_LENT record says: a block of the hub's slab, with the number and sequence number of the loan, and the
- * call that the image is for here. */
+/* What a PHX_RPC_LENT record says: where in the sender's slab an image lies, which block that is, with PHX_RPC_COPY and
+ * PHX_RPC_SEVERAL (rpc.h) in its number, and the call that the image is for here. */
 struct phx_rpc_lent {
-    struct phx_rpc_block block;
+    uint64_t at, nbytes;
+    uint32_t block, sequence;
     uint64_t call;
 };
-/* What is added to the number of a loan in a phx_rpc_box, to tell it from a block. */
-#define PHX_RPC_LOAN 0x80000000u
 
-/* Where the parts of a channel begin, each at a page; a side's ring or slab follows at its number times its size. */
+/* Where the rings of a channel begin, at a page; that of side 1 follows that of side 0. */
 static inline uint64_t phx_rpc_rings_at(void)
 {
     return (sizeof(struct phx_rpc_channel) + PHX_RPC_LARGEST_PAGE - 1) / PHX_RPC_LARGEST_PAGE * PHX_RPC_LARGEST_PAGE;
 }
-static inline uint64_t phx_rpc_slabs_at(void)
+static inline uint64_t phx_rpc_channel_bytes(void)
 {
-    const uint64_t end = phx_rpc_rings_at() + 2 * PHX_RPC_RING_BYTES, huge = 2097152;
-    return (end + huge - 1) / huge * huge;
+    return phx_rpc_rings_at() + 2 * PHX_RPC_RING_BYTES;
 }
 
 #endif

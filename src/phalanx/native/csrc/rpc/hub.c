@@ -75,10 +75,6 @@ void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
     phx_wake(phx_low_half(&link->own->ring.tail));
 }
 
-static uint64_t place_bytes(const phx_rpc_hub *hub)
-{
-    return PHX_RPC_SHARED_AT + hub->loans.slab.bytes;
-}
 
 /* A thread that still reads it may find another file under its number, but nothing at such an offset. */
 static void close_pagemap(phx_rpc_hub *hub)
@@ -91,10 +87,9 @@ static void close_pagemap(phx_rpc_hub *hub)
 static void free_hub(phx_rpc_hub *hub)
 {
     close_pagemap(hub);
-    munmap(hub->place, place_bytes(hub));
+    munmap(hub->place, PHX_RPC_SHARED_AT + hub->slab.bytes);
     pthread_mutex_destroy(&hub->lock);
-    pthread_mutex_destroy(&hub->loans.lock);
-    pthread_mutex_destroy(&hub->loans.slab.lock);
+    pthread_mutex_destroy(&hub->slab.lock);
     free(hub);
 }
 
@@ -111,26 +106,22 @@ static int is_slab(uint64_t bytes)
     return bytes && bytes % PHX_RPC_PAGE == 0 && bytes <= PHX_RPC_LARGEST_SLAB;
 }
 
-static uint64_t channel_bytes(uint64_t slab_bytes)
+/* Open descriptor `number` of the process if it is the place of this cookie, or if `slab_bytes` is NULL the channel. */
+static int reach(uint32_t pid, int number, const uint8_t *cookie, uint64_t *slab_bytes)
 {
-    return phx_rpc_slabs_at() + 2 * slab_bytes;
-}
-
-/* Open descriptor `number` of the process if it is the place, or the channel, of this cookie. */
-static int reach(uint32_t pid, int number, const uint8_t *cookie, int is_place, uint64_t *slab_bytes)
-{
-    struct phx_rpc_channel head; /* the beginning of a place is the same */
+    struct phx_rpc_place head; /* the beginning of a channel is the same */
     struct stat file;
     const int fd = phx_rpc_open_file(pid, number);
     if (fd < 0)
         return -1;
     /* The descriptor's number may belong to another file by now, so nothing is mapped before this check. */
-    const size_t start = offsetof(struct phx_rpc_channel, sides);
+    const size_t start = offsetof(struct phx_rpc_place, bell);
     if (pread(fd, &head, start, 0) == (ssize_t)start && head.magic == PHX_RPC_MAGIC && head.abi == PHX_ABI &&
-        memcmp(head.cookie, cookie, sizeof head.cookie) == 0 && fstat(fd, &file) == 0 && is_slab(head.slab_bytes) &&
-        (uint64_t)file.st_size ==
-            (is_place ? PHX_RPC_SHARED_AT + head.slab_bytes : channel_bytes(head.slab_bytes))) {
-        *slab_bytes = head.slab_bytes;
+        memcmp(head.cookie, cookie, sizeof head.cookie) == 0 && fstat(fd, &file) == 0 &&
+        (!slab_bytes || is_slab(head.slab_bytes)) &&
+        (uint64_t)file.st_size == (slab_bytes ? PHX_RPC_SHARED_AT + head.slab_bytes : phx_rpc_channel_bytes())) {
+        if (slab_bytes)
+            *slab_bytes = head.slab_bytes;
         return fd;
     }
     close(fd);
@@ -141,40 +132,32 @@ static int reach(uint32_t pid, int number, const uint8_t *cookie, int is_place, 
 static struct phx_rpc_end_of_ring end_of(phx_rpc_link *link, struct phx_rpc_side *side)
 {
     const uint64_t at = phx_rpc_rings_at() + (uint64_t)(side - link->channel->sides) * PHX_RPC_RING_BYTES;
-    return (struct phx_rpc_end_of_ring){.ring = &side->ring, .data = link->map + at, .bytes = PHX_RPC_RING_BYTES};
+    return (struct phx_rpc_end_of_ring){.ring = &side->ring, .data = (char *)link->channel + at, .bytes = PHX_RPC_RING_BYTES};
 }
 
 /* This process's view of a channel, as its side 0 or 1. */
-static phx_rpc_link *view(phx_rpc_hub *hub, int fd, uint64_t slab_bytes, uint32_t side)
+static phx_rpc_link *view(phx_rpc_hub *hub, int fd, uint32_t side)
 {
     phx_rpc_link *link = calloc(1, sizeof *link);
     if (!link)
         return NULL;
-    link->bytes = channel_bytes(slab_bytes);
-    void *map = mmap(NULL, link->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    void *map = mmap(NULL, phx_rpc_channel_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (map == MAP_FAILED || !phx_rpc_back(map, sizeof(struct phx_rpc_channel))) {
         if (map != MAP_FAILED) {
-            munmap(map, link->bytes);
+            munmap(map, phx_rpc_channel_bytes());
             errno = ENOMEM;
         }
         free(link);
         return NULL;
     }
     link->hub = hub;
-    link->map = map;
     link->channel = map;
     link->own = &link->channel->sides[side];
     link->other = &link->channel->sides[!side];
     link->pidfd = -1;
-    link->slab_bytes = slab_bytes;
-    link->their_slab = link->map + phx_rpc_slabs_at() + !side * slab_bytes;
     link->out = end_of(link, link->own);
     link->inbox.in = end_of(link, link->other);
     link->inbox.last = &link->inbox.first;
-    link->slab.data = link->map + phx_rpc_slabs_at() + side * slab_bytes;
-    link->slab.bytes = slab_bytes;
-    link->slab.released = link->own->released;
-    pthread_mutex_init(&link->slab.lock, NULL);
     pthread_mutex_init(&link->sending, NULL);
     atomic_store(&link->refs, 1);
     atomic_fetch_add(&hub->refs, 1);
@@ -192,22 +175,24 @@ static void say_who(phx_rpc_link *link)
     memcpy(link->own->place_cookie, link->hub->place->cookie, sizeof link->own->place_cookie);
 }
 
-/* Map the other process's place, and look at the process. */
+/* Map the other process's place and slab, and look at the process. */
 static int meet(phx_rpc_link *link, uint32_t pid, int place_fd, const uint8_t *place_cookie)
 {
-    const int fd = reach(pid, place_fd, place_cookie, 1, &link->borrowed_bytes);
+    const int fd = reach(pid, place_fd, place_cookie, &link->slab_bytes);
     if (fd < 0)
         return -1;
-    void *page = mmap(NULL, PHX_RPC_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    void *slab = mmap(NULL, link->borrowed_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd,
+    void *place = mmap(NULL, PHX_RPC_SHARED_AT + link->slab_bytes, PROT_READ | PROT_WRITE,
+                       MAP_SHARED | MAP_NORESERVE, fd, 0);
+    void *slab = mmap(NULL, link->slab_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd,
                       PHX_RPC_SHARED_AT);
     close(fd);
     if (slab != MAP_FAILED)
-        link->borrowed = slab;
-    if (page == MAP_FAILED)
+        link->private_slab = slab;
+    if (place == MAP_FAILED)
         return -1;
-    link->peer = page;
-    if (link->borrowed)
+    link->peer = place;
+    link->their_slab = (char *)place + PHX_RPC_SHARED_AT;
+    if (link->private_slab)
         atomic_store_explicit(&link->own->borrows, 1, memory_order_release);
     link->pid = pid;
     if (phx_own_pid() == (uint32_t)getpid()) /* else pids mean others here than in this process's /proc */
@@ -249,18 +234,17 @@ int phx_rpc_begin(phx_rpc_link *link)
     return room ? PHX_OK : PHX_SYSTEM;
 }
 
-phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, uint64_t slab_bytes, int *fd)
+phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, int *fd)
 {
-    if (!phx_rpc_mine(hub) || atomic_load(&hub->shut) || !is_slab(slab_bytes)) {
+    if (!phx_rpc_mine(hub) || atomic_load(&hub->shut)) {
         errno = EINVAL;
         return NULL;
     }
-    *fd = phx_rpc_make_file(channel_bytes(slab_bytes));
-    phx_rpc_link *link = *fd >= 0 ? view(hub, *fd, slab_bytes, 0) : NULL;
+    *fd = phx_rpc_make_file(phx_rpc_channel_bytes());
+    phx_rpc_link *link = *fd >= 0 ? view(hub, *fd, 0) : NULL;
     if (link) {
         link->channel->magic = PHX_RPC_MAGIC;
         link->channel->abi = PHX_ABI;
-        link->channel->slab_bytes = slab_bytes;
         memcpy(link->channel->cookie, cookie, sizeof link->channel->cookie);
         say_who(link);
         return link;
@@ -273,11 +257,10 @@ phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, uint64_t sl
 phx_rpc_link *phx_rpc_accept(phx_rpc_hub *hub, uint32_t pid, int number, const uint8_t *cookie, int place_fd,
                              const uint8_t *place_cookie)
 {
-    uint64_t slab_bytes = 0;
-    const int fd = phx_rpc_mine(hub) ? reach(pid, number, cookie, 0, &slab_bytes) : -1;
+    const int fd = phx_rpc_mine(hub) ? reach(pid, number, cookie, NULL) : -1;
     if (fd < 0)
         return NULL;
-    phx_rpc_link *link = view(hub, fd, slab_bytes, 1);
+    phx_rpc_link *link = view(hub, fd, 1);
     close(fd);
     if (!link)
         return NULL;
@@ -319,11 +302,10 @@ void phx_rpc_drop(phx_rpc_link *link)
     if (link->pidfd >= 0)
         close(link->pidfd);
     if (link->peer)
-        munmap(link->peer, PHX_RPC_PAGE);
-    if (link->borrowed)
-        munmap(link->borrowed, link->borrowed_bytes);
-    munmap(link->map, link->bytes);
-    pthread_mutex_destroy(&link->slab.lock);
+        munmap(link->peer, PHX_RPC_SHARED_AT + link->slab_bytes);
+    if (link->private_slab)
+        munmap(link->private_slab, link->slab_bytes);
+    munmap(link->channel, phx_rpc_channel_bytes());
     pthread_mutex_destroy(&link->sending);
     free(link);
     unref_hub(hub);
@@ -347,14 +329,12 @@ void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint
 {
     if (!phx_rpc_mine(link->hub))
         return; /* a forked child; its parent still has the image */
-    if ((block ^ PHX_RPC_LOAN) < PHX_RPC_LOANS) {
-        /* The pages that were changed here are copies. They must go before the memory gets another content. */
-        if (!phx_rpc_changed(link->hub->pagemap, where, nbytes) ||
-            madvise((void *)(uintptr_t)where, nbytes, MADV_DONTNEED) == 0)
-            atomic_store_explicit(&link->other->returned[block ^ PHX_RPC_LOAN], sequence, memory_order_release);
-    }
-    else if ((block & ~PHX_RPC_COPY) < PHX_RPC_BLOCKS)
-        atomic_store_explicit(&link->other->released[block & ~PHX_RPC_COPY], sequence, memory_order_release);
+    const uint32_t number = block & ~(PHX_RPC_COPY | PHX_RPC_SEVERAL);
+    /* The pages that were changed here are copies. They must go before the memory gets another content. */
+    if (!(block & PHX_RPC_SEVERAL) || !phx_rpc_changed(link->hub->pagemap, where, nbytes) ||
+        madvise((void *)(uintptr_t)where, nbytes, MADV_DONTNEED) == 0)
+        if (number < PHX_RPC_BLOCKS)
+            atomic_store_explicit(&link->other->released[number], sequence, memory_order_release);
     phx_rpc_drop(link);
 }
 
@@ -368,62 +348,49 @@ uint32_t phx_rpc_pid(void)
     return phx_own_pid();
 }
 
-/* -- loans ----------------------------------------------------------------------------------------------------------
- *
- * A block of the hub's slab has a number of holders. One that has none is released, as the other process releases a block
- * of a link's slab. A loan ends when its receiver says so, by a word in the channel, or has died; so a link with loans is
- * kept, although it may have ended: its process may go on and read what it has received. */
+/* -- loans --------------------------------------------------------------------------------------------------------- */
 
-void phx_rpc_let_go(struct phx_rpc_loans *loans, const struct phx_rpc_block *block)
-{
-    if (--loans->holders[block->block] == 0)
-        atomic_store_explicit(&loans->released[block->block], block->sequence, memory_order_release);
-}
+#define STALE_NS 500000000ull /* a process that has shown no life for longer is looked after in /proc, and so often */
 
 /* Return whether nobody at the other end of a link can read any more. */
-static int is_dead(const phx_rpc_link *link)
+static int is_dead(phx_rpc_link *link, uint64_t now)
 {
     const uint32_t why = atomic_load(&link->ended);
     if (!why || why == PHX_RPC_GONE || why == PHX_RPC_REPLACED)
         return why != 0;
+    if (atomic_load_explicit(&link->looked_ns, memory_order_relaxed) + STALE_NS > now)
+        return 0;
+    atomic_store_explicit(&link->looked_ns, now, memory_order_relaxed);
     return phx_process_again(link->pid, &link->process) == PHX_GONE; /* no longer watched, since the link has ended */
 }
 
-void phx_rpc_collect(struct phx_rpc_loans *loans, int all)
+void phx_rpc_collect(phx_rpc_hub *hub, int all)
 {
-    phx_rpc_link *returned[PHX_RPC_LOANS];
-    uint32_t count = 0;
-    pthread_mutex_lock(&loans->lock);
-    for (uint32_t i = 0, left = loans->used; left; i++) {
-        struct phx_rpc_loan *loan = &loans->loans[i];
-        if (!loan->link)
-            continue;
-        left--;
-        if (all || atomic_load_explicit(&loan->link->own->returned[i], memory_order_acquire) == loan->sequence ||
-            is_dead(loan->link)) {
-            returned[count++] = loan->link;
-            loan->link = NULL;
-            loans->used--;
-            phx_rpc_let_go(loans, &loan->block);
+    const uint64_t now = phx_now_ns();
+    pthread_mutex_lock(&hub->slab.lock);
+    for (uint32_t i = hub->lent; i--;) {
+        struct phx_rpc_loan loan = hub->loans[i];
+        _Atomic uint32_t *released = &loan.link->own->released[loan.block];
+        if (all || atomic_load_explicit(released, memory_order_acquire) == loan.sequence || is_dead(loan.link, now)) {
+            phx_rpc_let_go(&hub->slab.blocks[loan.block]);
+            hub->loans[i] = hub->loans[--hub->lent];
+            phx_rpc_drop(loan.link); /* which does not free the hub: who calls this has it */
         }
     }
-    pthread_mutex_unlock(&loans->lock);
-    while (count)
-        phx_rpc_drop(returned[--count]);
+    pthread_mutex_unlock(&hub->slab.lock);
 }
 
 /* -- the thread that watches --------------------------------------------------------------------------------------- */
 
 #define TICK_MS 100
-#define STALE_NS 500000000ull /* a place that has shown no life for longer is looked after in /proc */
 
 /* A pidfd tells of the end of a process at once. Where there is none, and of an exec, the place's standstill tells. */
 static void look_after(phx_rpc_link *link, uint64_t now)
 {
     const uint64_t alive = atomic_load_explicit(&link->peer->alive_ns, memory_order_relaxed);
-    if (alive + STALE_NS > now || link->looked_ns + STALE_NS > now)
+    if (alive + STALE_NS > now || atomic_load_explicit(&link->looked_ns, memory_order_relaxed) + STALE_NS > now)
         return;
-    link->looked_ns = now;
+    atomic_store_explicit(&link->looked_ns, now, memory_order_relaxed);
     const enum phx_sight sight = phx_process_again(link->pid, &link->process);
     if (sight == PHX_GONE || sight == PHX_EXECED)
         phx_rpc_ends(link, sight == PHX_GONE ? PHX_RPC_GONE : PHX_RPC_REPLACED);
@@ -452,11 +419,10 @@ static void *watch(void *argument)
                 phx_rpc_ends(link, PHX_RPC_GONE);
             else if (!atomic_load(&link->ended))
                 look_after(link, now);
-            phx_rpc_trim(&link->slab, now);
             phx_rpc_drop(link);
         }
-        phx_rpc_collect(&hub->loans, 0);
-        phx_rpc_trim(&hub->loans.slab, now);
+        phx_rpc_collect(hub, 0);
+        phx_rpc_trim(&hub->slab, now);
     }
     return NULL;
 }
@@ -464,37 +430,38 @@ static void *watch(void *argument)
 /* Make the file of the hub's place and slab, and map it. Returns 0, or -1 with errno set. */
 static int make_place(phx_rpc_hub *hub, const uint8_t *cookie)
 {
-    hub->fd = phx_rpc_make_file(place_bytes(hub));
+    const uint64_t bytes = PHX_RPC_SHARED_AT + hub->slab.bytes;
+    hub->fd = phx_rpc_make_file(bytes);
     if (hub->fd < 0)
         return -1;
-    char *map = mmap(NULL, place_bytes(hub), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, hub->fd, 0);
+    char *map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, hub->fd, 0);
     if (map != MAP_FAILED && phx_rpc_back(map, PHX_RPC_PAGE)) {
         hub->place = (struct phx_rpc_place *)map;
-        hub->loans.slab.data = map + PHX_RPC_SHARED_AT;
+        hub->slab.data = map + PHX_RPC_SHARED_AT;
         hub->place->magic = PHX_RPC_MAGIC;
         hub->place->abi = PHX_ABI;
-        hub->place->slab_bytes = hub->loans.slab.bytes;
+        hub->place->slab_bytes = hub->slab.bytes;
         memcpy(hub->place->cookie, cookie, sizeof hub->place->cookie);
         return 0;
     }
     if (map != MAP_FAILED) {
-        munmap(map, place_bytes(hub));
+        munmap(map, bytes);
         errno = ENOMEM;
     }
     close(hub->fd);
     return -1;
 }
 
-phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
+phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t slab_bytes)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, note_forks);
     phx_rpc_hub *hub = calloc(1, sizeof *hub);
     if (!hub)
         return NULL;
-    hub->loans.slab.bytes = shared_bytes;
-    hub->loans.slab.released = hub->loans.released;
-    if (make_place(hub, cookie)) {
+    hub->slab.bytes = slab_bytes;
+    errno = EINVAL;
+    if (!is_slab(slab_bytes) || make_place(hub, cookie)) {
         const int reason = errno;
         free(hub);
         errno = reason;
@@ -505,8 +472,7 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
     hub->cores = phx_usable_cores();
     atomic_store(&hub->refs, 1);
     pthread_mutex_init(&hub->lock, NULL);
-    pthread_mutex_init(&hub->loans.lock, NULL);
-    pthread_mutex_init(&hub->loans.slab.lock, NULL);
+    pthread_mutex_init(&hub->slab.lock, NULL);
     atomic_store(&hub->pagemap, open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
     const int failed = phx_start_thread(&hub->watcher, watch, hub);
     if (!failed)
@@ -538,7 +504,7 @@ void phx_rpc_shut(phx_rpc_hub *hub)
         phx_rpc_drop(link);
     }
     pthread_join(hub->watcher, NULL);
-    phx_rpc_collect(&hub->loans, 1); /* nothing is shared any more, so no receiver can see the memory change */
+    phx_rpc_collect(hub, 1); /* nothing is shared any more, so no receiver can see the memory change */
     close(hub->fd);
     close_pagemap(hub);
     phx_rpc_call_up(hub, PHX_RPC_SERVERS | PHX_RPC_WAITERS);

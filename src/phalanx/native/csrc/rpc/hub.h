@@ -37,21 +37,11 @@ struct phx_rpc_waiter {
     _Atomic uint32_t filled;
 };
 
-/* Images that several processes read in one place: a hub has a slab of its own for them, beside those of its links.
- * One link's share in an image; under the lock of the loans. */
+/* A link whose process may read a block of this hub's slab. A loan ends when that process has released the block, or has
+ * died; so a link with loans is kept, although it may have ended: its process may go on and read what it has received. */
 struct phx_rpc_loan {
-    struct phx_rpc_link *link; /* NULL: this number is free; else the loan holds it */
-    struct phx_rpc_block block;
-    uint32_t sequence;
-};
-
-struct phx_rpc_loans {
-    pthread_mutex_t lock;
-    struct phx_rpc_slab slab;
-    uint32_t used, sequence;
-    uint32_t holders[PHX_RPC_BLOCKS]; /* of each block: its loans, and the caller between share and unshare */
-    _Atomic uint32_t released[PHX_RPC_BLOCKS];
-    struct phx_rpc_loan loans[PHX_RPC_LOANS];
+    phx_rpc_link *link;
+    uint32_t block, sequence;
 };
 
 struct phx_rpc_hub {
@@ -75,32 +65,28 @@ struct phx_rpc_hub {
     _Atomic uint32_t count;
     uint32_t turn;
     _Atomic int pagemap; /* of this process; -1 if there is none */
-    struct phx_rpc_loans loans;
+    struct phx_rpc_slab slab;
+    struct phx_rpc_loan loans[PHX_RPC_BLOCKS]; /* under the slab's lock, like `lent` */
+    uint32_t lent;
 };
 
 struct phx_rpc_link {
     phx_rpc_hub *hub;
     _Atomic uint32_t refs; /* the handle, the hub's list, each received large image, a thread that works without the lock */
-    char *map;
-    uint64_t bytes;
     struct phx_rpc_channel *channel;
     struct phx_rpc_side *own, *other;
-    struct phx_rpc_place *peer;
-    char *their_slab;
+    struct phx_rpc_place *peer; /* the other process's; its slab follows */
+    char *their_slab, *private_slab; /* the second is the same, mapped privately; NULL if that could not be */
     uint64_t slab_bytes;
-    char *borrowed; /* the other hub's slab, mapped privately; NULL if that could not be */
-    uint64_t borrowed_bytes;
-    _Atomic uint64_t borrowed_touched; /* how far it is mapped */
-    _Atomic uint64_t their_touched; /* how far their slab is mapped here */
+    _Atomic uint64_t their_touched, private_touched; /* how far each is mapped */
     struct phx_process process;
     uint32_t pid;
     int pidfd;
-    uint64_t looked_ns; /* when the watcher last looked at the process in /proc */
+    _Atomic uint64_t looked_ns; /* when the watcher last looked at the process in /proc */
     _Atomic uint32_t ended;   /* why nothing more comes (enum phx_rpc_end); then nothing can be sent */
     uint32_t listed, told;    /* under the hub's lock */
     pthread_mutex_t sending;  /* held while a record is put into a ring */
     struct phx_rpc_end_of_ring out;
-    struct phx_rpc_slab slab;
     struct phx_rpc_inbox inbox;
 };
 
@@ -132,10 +118,8 @@ void phx_rpc_ends(phx_rpc_link *link, uint32_t why);
 /* Cease to receive from a link, with the hub's lock held. */
 void phx_rpc_unlist(phx_rpc_link *link);
 
-/* Give back a loan's, or the caller's, share in a block, with the lock of the loans held. */
-void phx_rpc_let_go(struct phx_rpc_loans *loans, const struct phx_rpc_block *block);
-/* Take back what has been returned, or was lent to a process that has died; all of it if `all`. */
-void phx_rpc_collect(struct phx_rpc_loans *loans, int all);
+/* Let go of the blocks that were released, or lent to a process that has died; of all of them if `all`. */
+void phx_rpc_collect(phx_rpc_hub *hub, int all);
 
 static inline void phx_rpc_hold(phx_rpc_link *link)
 {

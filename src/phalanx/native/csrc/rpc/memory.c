@@ -86,27 +86,22 @@ uint64_t phx_rpc_page_bytes(void)
 #define KEEP_BYTES 1048576u
 #define KEEP_NS 10000000000ull
 
-/* Forget the blocks that the other process has released. */
 static void sweep(struct phx_rpc_slab *slab)
 {
     uint32_t kept = 0;
-    for (uint32_t i = 0; i < slab->used; i++) {
-        struct phx_rpc_block *block = &slab->blocks[slab->order[i]];
-        if (atomic_load_explicit(&slab->released[block->block], memory_order_acquire) == block->sequence)
-            block->sequence = 0;
-        else
+    for (uint32_t i = 0; i < slab->used; i++)
+        if (slab->blocks[slab->order[i]].holders)
             slab->order[kept++] = slab->order[i];
-    }
     slab->used = kept;
 }
 
-static int place(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block)
+static struct phx_rpc_block *place(struct phx_rpc_slab *slab, uint64_t nbytes)
 {
     uint64_t at = 0;
     uint32_t i = 0, number = 0;
     sweep(slab);
     if (slab->used == PHX_RPC_BLOCKS)
-        return 0;
+        return NULL;
     for (; i < slab->used; i++) {
         const struct phx_rpc_block *next = &slab->blocks[slab->order[i]];
         if (next->at - at >= nbytes)
@@ -114,50 +109,57 @@ static int place(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_bloc
         at = next->at + next->nbytes;
     }
     if (slab->bytes - at < nbytes)
-        return 0;
-    while (slab->blocks[number].sequence)
+        return NULL;
+    while (slab->blocks[number].holders)
         number++;
     memmove(&slab->order[i + 1], &slab->order[i], (slab->used - i) * sizeof slab->order[0]);
     slab->order[i] = (uint16_t)number;
     slab->used++;
     if (++slab->sequence == 0)
         slab->sequence = 1;
-    /* Else a number that was released long ago would release this block when the sequence numbers come round to it. */
-    atomic_store_explicit(&slab->released[number], 0, memory_order_relaxed);
-    slab->handed_over[number] = 0;
-    slab->blocks[number] = *block =
-        (struct phx_rpc_block){.at = at, .nbytes = nbytes, .block = number, .sequence = slab->sequence};
-    return 1;
+    slab->blocks[number] = (struct phx_rpc_block){.at = at, .nbytes = nbytes, .holders = 1, .sequence = slab->sequence};
+    return &slab->blocks[number];
 }
 
-/* Have the system provide a block's memory, all at once, which is also quicker than a page fault for each page. */
-static int back(struct phx_rpc_slab *slab, const struct phx_rpc_block *block, uint64_t backed)
-{
-    const uint64_t from = backed > block->at ? backed : block->at, end = block->at + block->nbytes;
-    if (from >= end || phx_rpc_back(slab->data + from, end - from))
-        return 1;
-    pthread_mutex_lock(&slab->lock);
-    if (slab->backed > from)
-        slab->backed = from;
-    pthread_mutex_unlock(&slab->lock);
-    atomic_store_explicit(&slab->released[block->block], block->sequence, memory_order_release);
-    return 0;
-}
-
-int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block)
+int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, uint64_t *handle)
 {
     const uint64_t page = phx_rpc_page_bytes();
     nbytes = (nbytes + page - 1) / page * page;
     pthread_mutex_lock(&slab->lock);
-    const int found = place(slab, nbytes, block);
-    const uint64_t backed = slab->backed, end = found ? block->at + nbytes : 0;
-    if (end > backed && block->at <= backed)
+    struct phx_rpc_block *block = place(slab, nbytes);
+    const uint64_t backed = slab->backed, at = block ? block->at : 0, end = block ? at + nbytes : 0;
+    if (end > backed && at <= backed)
         slab->backed = end;
     if (end > slab->reached)
         slab->reached = end;
     slab->used_ns = phx_now_ns();
+    *handle = block ? (uint64_t)block->sequence << 32 | (uint64_t)(block - slab->blocks) : 0;
     pthread_mutex_unlock(&slab->lock);
-    return !found ? PHX_UNDER_WAY : back(slab, block, backed) ? PHX_OK : PHX_SYSTEM;
+    if (!block)
+        return PHX_UNDER_WAY;
+    /* Have the system provide the memory all at once, which is also quicker than a page fault for each page. */
+    const uint64_t from = backed > at ? backed : at;
+    if (from >= end || phx_rpc_back(slab->data + from, end - from))
+        return PHX_OK;
+    pthread_mutex_lock(&slab->lock);
+    if (slab->backed > from)
+        slab->backed = from;
+    phx_rpc_let_go(block);
+    pthread_mutex_unlock(&slab->lock);
+    return PHX_SYSTEM;
+}
+
+struct phx_rpc_block *phx_rpc_find(struct phx_rpc_slab *slab, uint64_t handle)
+{
+    const uint32_t number = (uint32_t)handle, sequence = (uint32_t)(handle >> 32);
+    struct phx_rpc_block *block = number < PHX_RPC_BLOCKS && sequence ? &slab->blocks[number] : NULL;
+    return block && block->sequence == sequence ? block : NULL;
+}
+
+void phx_rpc_let_go(struct phx_rpc_block *block)
+{
+    if (--block->holders == 0)
+        block->sequence = 0;
 }
 
 void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns)
@@ -179,32 +181,5 @@ void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns)
         }
         slab->used_ns = now_ns; /* look again after as long */
     }
-    pthread_mutex_unlock(&slab->lock);
-}
-
-int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, struct phx_rpc_block *block)
-{
-    pthread_mutex_lock(&slab->lock);
-    const int found = number < PHX_RPC_BLOCKS && sequence && slab->blocks[number].sequence == sequence;
-    if (found)
-        *block = slab->blocks[number];
-    pthread_mutex_unlock(&slab->lock);
-    return found;
-}
-
-int phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block)
-{
-    pthread_mutex_lock(&slab->lock);
-    slab->handed_over[block->block] = 1;
-    const int is_half_full = slab->used > PHX_RPC_BLOCKS / 2 || block->at + block->nbytes > slab->bytes / 2;
-    pthread_mutex_unlock(&slab->lock);
-    return is_half_full;
-}
-
-void phx_rpc_free(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence)
-{
-    pthread_mutex_lock(&slab->lock);
-    if (number < PHX_RPC_BLOCKS && sequence && slab->blocks[number].sequence == sequence && !slab->handed_over[number])
-        atomic_store_explicit(&slab->released[number], sequence, memory_order_release);
     pthread_mutex_unlock(&slab->lock);
 }

@@ -25,32 +25,32 @@ int phx_rpc_changed(int pagemap, uint64_t where, uint64_t nbytes);
 /* The bytes of a page: 4096, or 16384 or 65536 on some ARM systems. */
 uint64_t phx_rpc_page_bytes(void);
 
-/* One side's notes of its slab, in its private memory. The lock guards all but `data`, `bytes` and `released`. */
+/* A hub's notes of its slab, in its private memory. The lock guards all but `data` and `bytes`. */
+struct phx_rpc_block {
+    uint64_t at, nbytes;        /* in the slab */
+    uint32_t holders, sequence; /* both 0: it is free */
+};
+
 struct phx_rpc_slab {
     pthread_mutex_t lock;
     char *data;
     uint64_t bytes;
-    _Atomic uint32_t *released;
     uint64_t backed;  /* everything before this place has memory of the system */
     uint64_t reached; /* nothing behind this place has */
     uint64_t used_ns; /* when a block was last allocated, or trimming was tried */
     uint32_t sequence, used;
-    uint16_t order[PHX_RPC_BLOCKS]; /* the used blocks, by where they lie */
-    struct phx_rpc_block blocks[PHX_RPC_BLOCKS]; /* by number; one that is not used has the sequence number 0 */
-    uint8_t handed_over[PHX_RPC_BLOCKS];         /* by number: the other process alone releases it from now on */
+    uint16_t order[PHX_RPC_BLOCKS]; /* the blocks in use, by where they lie, and free ones that nobody has looked at since */
+    struct phx_rpc_block blocks[PHX_RPC_BLOCKS];
 };
 
-/* Allocate a block of `nbytes`, whose memory the caller may write. Returns PHX_OK; PHX_UNDER_WAY if there is no room;
- * PHX_SYSTEM if the system has no memory for it. */
-int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block);
+/* Allocate a block of `nbytes` with one holder, who may write it; `handle` names it. Returns PHX_OK; PHX_UNDER_WAY if there
+ * is no room; PHX_SYSTEM if the system has no memory for it. */
+int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, uint64_t *handle);
+/* Find a block by its handle; NULL if it has become free since. With the lock held. */
+struct phx_rpc_block *phx_rpc_find(struct phx_rpc_slab *slab, uint64_t handle);
+/* Note that a block has a holder less. With the lock held. */
+void phx_rpc_let_go(struct phx_rpc_block *block);
 /* If nothing was allocated for a while, give the system back what lies between the blocks in use and behind them. */
 void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns);
-/* Describe a block by its number and sequence number. Returns 1, or 0 if it has been released since. */
-int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, struct phx_rpc_block *block);
-/* Note that the other process alone may release this block from now on. Called right before it is told of the block.
- * Returns whether it is to copy the block and to release it at once, because half of the slab is in use. */
-int phx_rpc_hand_over(struct phx_rpc_slab *slab, const struct phx_rpc_block *block);
-/* Free a block by its number and sequence number, unless it was handed over. */
-void phx_rpc_free(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence);
 
 #endif

@@ -75,26 +75,21 @@ static int describe(phx_rpc_link *link, const struct phx_rpc_record *record, con
         box->block = PHX_RPC_INLINE;
         return image->nbytes == record->nbytes;
     }
-    const int is_lent = record->type == PHX_RPC_LENT;
     struct phx_rpc_lent lent;
-    if ((record->type != PHX_RPC_BLOCK && !is_lent) || record->nbytes != (is_lent ? sizeof lent : sizeof lent.block) || (is_lent && !link->borrowed))
+    if (record->type != PHX_RPC_LENT || record->nbytes != sizeof lent)
         return 0;
-    memcpy(&lent, bytes, record->nbytes);
-    const struct phx_rpc_block *block = &lent.block;
-    const char *slab = is_lent ? link->borrowed : link->their_slab;
-    const uint64_t slab_bytes = is_lent ? link->borrowed_bytes : link->slab_bytes;
-    if ((is_lent ? block->block >= PHX_RPC_LOANS : (block->block & ~PHX_RPC_COPY) >= PHX_RPC_BLOCKS) ||
-        block->at > slab_bytes || block->at % (is_lent ? phx_rpc_page_bytes() : 64) || block->nbytes > slab_bytes - block->at ||
-        block->nbytes < sizeof *image)
+    memcpy(&lent, bytes, sizeof lent);
+    const char *slab = lent.block & PHX_RPC_SEVERAL ? link->private_slab : link->their_slab;
+    if (!slab || (lent.block & ~(PHX_RPC_COPY | PHX_RPC_SEVERAL)) >= PHX_RPC_BLOCKS || lent.at > link->slab_bytes ||
+        lent.at % phx_rpc_page_bytes() || lent.nbytes > link->slab_bytes - lent.at || lent.nbytes < sizeof *image)
         return 0;
-    memcpy(image, slab + block->at, sizeof *image);
-    if (is_lent)
-        image->call = lent.call;
-    box->where = (uintptr_t)(slab + block->at);
+    memcpy(image, slab + lent.at, sizeof *image);
+    image->call = lent.call;
+    box->where = (uintptr_t)(slab + lent.at);
     box->nbytes = image->nbytes;
-    box->block = is_lent ? block->block | PHX_RPC_LOAN : block->block;
-    box->sequence = block->sequence;
-    return image->nbytes >= sizeof *image && image->nbytes <= block->nbytes;
+    box->block = lent.block;
+    box->sequence = lent.sequence;
+    return image->nbytes >= sizeof *image && image->nbytes <= lent.nbytes;
 }
 
 /* Return how much private memory a message takes while it is set aside. */
@@ -274,9 +269,9 @@ static void map_pages(const struct phx_rpc_box *box)
     if (box->block == PHX_RPC_INLINE)
         return;
     phx_rpc_link *link = (phx_rpc_link *)(uintptr_t)box->link;
-    const int is_lent = (box->block & PHX_RPC_LOAN) != 0;
-    _Atomic uint64_t *touched = is_lent ? &link->borrowed_touched : &link->their_touched;
-    const uint64_t end = box->where - (uintptr_t)(is_lent ? link->borrowed : link->their_slab) + box->nbytes;
+    const int is_private = (box->block & PHX_RPC_SEVERAL) != 0;
+    _Atomic uint64_t *touched = is_private ? &link->private_touched : &link->their_touched;
+    const uint64_t end = box->where - (uintptr_t)(is_private ? link->private_slab : link->their_slab) + box->nbytes;
     if (end <= atomic_load_explicit(touched, memory_order_relaxed))
         return;
     atomic_store_explicit(touched, end, memory_order_relaxed);

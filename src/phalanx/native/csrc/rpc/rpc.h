@@ -43,7 +43,8 @@ struct phx_rpc_image {
 };
 
 #define PHX_RPC_INLINE 0xfffffffeu /* the image follows in the box */
-#define PHX_RPC_COPY 0x40000000u   /* in a block's number: copy the image, and release it at once */
+#define PHX_RPC_COPY 0x40000000u    /* in a block's number: copy the image, and release it at once */
+#define PHX_RPC_SEVERAL 0x80000000u /* the same: other processes read the image as well */
 
 /* What a thread gets from phx_rpc_next() or phx_rpc_await(): a message, or the news that a link has ended. It is
  * followed by room for PHX_RPC_SMALL bytes, which receive the whole image of a small message, or the phx_rpc_image of
@@ -61,9 +62,9 @@ struct phx_rpc_box {
 typedef struct phx_rpc_hub phx_rpc_hub;
 typedef struct phx_rpc_link phx_rpc_link;
 
-/* Make this process's hub. `cookie` is 16 random bytes; `shared_bytes` is the size of the slab for phx_rpc_share().
+/* Make this process's hub. `cookie` is 16 random bytes; `slab_bytes` is the size of the slab for large images.
  * Returns NULL with errno set if it cannot be made. */
-PHX_API phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes);
+PHX_API phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t slab_bytes);
 /* The descriptor under which other processes find the hub's place. */
 PHX_API int phx_rpc_descriptor(phx_rpc_hub *hub);
 /* End every link, and have every call that waits return PHX_PEER_LOST. The handle stays valid. */
@@ -73,7 +74,7 @@ PHX_API void phx_rpc_close(phx_rpc_hub *hub);
 
 /* Make a channel to another process. `fd` receives its descriptor, which the other process opens through /proc, and
  * which the caller closes after that. Returns NULL with errno set if it cannot be made. */
-PHX_API phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, uint64_t slab_bytes, int *fd);
+PHX_API phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, int *fd);
 /* Attach to a channel that the process `pid` has made: `fd` and `place_fd` are descriptors of that process, of its
  * channel and its hub's place. Returns NULL with errno set if one of them cannot be opened or has another cookie. */
 PHX_API phx_rpc_link *phx_rpc_accept(phx_rpc_hub *hub, uint32_t pid, int fd, const uint8_t *cookie, int place_fd,
@@ -95,25 +96,18 @@ PHX_API uint32_t phx_rpc_pid(void);
 /* Send a small image without waiting. Returns PHX_OK; PHX_UNDER_WAY if the ring is full, so that the caller tries again
  * after phx_rpc_wait_room(); PHX_PEER_LOST if the link has ended. */
 PHX_API int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes);
-/* Copy a large image, given in pieces, into the slab; `placed` receives a handle for phx_rpc_post(), or 0. (A result could be
- * lost: a signal's handler may raise as soon as Python has it.) Returns PHX_OK; PHX_UNDER_WAY if there is no room now, so
- * that the caller tries again; PHX_BAD_ARGUMENT if it is larger than half of the slab; PHX_SYSTEM if the system has no
- * memory for it; PHX_PEER_LOST if the link has ended. */
-PHX_API int phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
-                        uint64_t *placed);
-/* Send what phx_rpc_put() has copied; returns what phx_rpc_send() does. After PHX_UNDER_WAY the caller tries again, or takes
- * the image back. */
-PHX_API int phx_rpc_post(phx_rpc_link *link, uint64_t handle);
-/* Give back the room of an image that was put, unless it was posted: then its receiver does. */
-PHX_API void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle);
-/* Copy a large image for several links to memory that all their receivers can read. `shared` receives a handle, or 0 if that
- * is full. Then come phx_rpc_lend() for each link, with the number of its own call, and phx_rpc_unshare(), which leaves 0.
- * The memory is free when all receivers have released the image. */
-PHX_API void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes,
-                           uint64_t *shared);
+/* Copy a large image, given in pieces, into the slab; `shared` receives a handle, or 0. (A result could be lost: a signal's
+ * handler may raise as soon as Python has it.) Then comes phx_rpc_lend() for each link, and phx_rpc_unshare(), which leaves
+ * 0. The memory is free when all receivers have released the image. Returns PHX_OK; PHX_UNDER_WAY if there is no room now,
+ * so that the caller tries again; PHX_BAD_ARGUMENT if it is larger than half of the slab; PHX_SYSTEM if the system has no
+ * memory for it; PHX_PEER_LOST if the hub is shut. */
+PHX_API int phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes,
+                          uint64_t *shared);
 PHX_API void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t *shared);
-/* Send what was shared; as phx_rpc_post(). PHX_BAD_ARGUMENT: this link cannot borrow it, but phx_rpc_put() can send it. */
-PHX_API int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call);
+/* Send what was shared, with the number of its call here; to `several` links, or to this one alone, which may then change
+ * it in place. Returns what phx_rpc_send() does; or PHX_BAD_ARGUMENT if this link has it already, or cannot have what
+ * several have. */
+PHX_API int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call, int several);
 /* Return how many bytes the other process has taken from the ring since the channel was made. */
 PHX_API uint64_t phx_rpc_taken(phx_rpc_link *link);
 /* Sleep until the other process has taken more than `taken`, read before no room was found; 50 ms at most. */

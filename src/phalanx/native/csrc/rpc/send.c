@@ -1,4 +1,4 @@
-/* Sending: a small image into the ring, a large one into the slab with a record in the ring. */
+/* Sending: a small image through the ring, a large one in the slab with a record in the ring. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <string.h>
@@ -78,61 +78,6 @@ static uint64_t sum(uint32_t pieces, const uint64_t *sizes)
     return nbytes;
 }
 
-static int copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *const *data, const uint64_t *sizes,
-                    struct phx_rpc_block *block)
-{
-    const uint64_t nbytes = sum(pieces, sizes);
-    const int status = nbytes > slab->bytes / 2 ? PHX_BAD_ARGUMENT : phx_rpc_allocate(slab, nbytes, block);
-    if (status)
-        return status;
-    for (uint64_t done = 0; done < nbytes;) {
-        const uint64_t some = nbytes - done < TURN_BYTES ? nbytes - done : TURN_BYTES;
-        gather(slab->data + block->at + done, pieces, data, sizes, done, some, nbytes >= STREAM_FROM);
-        done += some;
-        if (done < nbytes)
-            sched_yield();
-    }
-    return PHX_OK;
-}
-
-int phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *placed)
-{
-    struct phx_rpc_block block;
-    const int status = cannot_send(link) ? PHX_PEER_LOST : copy_in(&link->slab, pieces, data, sizes, &block);
-    *placed = status ? 0 : (uint64_t)block.sequence << 32 | block.block;
-    return status;
-}
-
-int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
-{
-    struct phx_rpc_end_of_ring *out = &link->out;
-    struct phx_rpc_block block;
-    if (cannot_send(link))
-        return PHX_PEER_LOST;
-    if (!phx_rpc_find(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
-        return PHX_BAD_ARGUMENT;
-    struct phx_rpc_image image; /* once it is published, the block may be released and used again */
-    memcpy(&image, link->slab.data + block.at, sizeof image);
-    pthread_mutex_lock(&link->sending);
-    void *place = phx_rpc_reserve(out, PHX_RPC_BLOCK, sizeof block);
-    if (place) {
-        block.block |= phx_rpc_hand_over(&link->slab, &block) ? PHX_RPC_COPY : 0;
-        memcpy(place, &block, sizeof block);
-        phx_rpc_publish(out, sizeof block);
-    }
-    const int status = place ? PHX_OK : no_room(link, out);
-    pthread_mutex_unlock(&link->sending);
-    if (place)
-        ring_for(link, &image);
-    return status;
-}
-
-void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle)
-{
-    if (phx_rpc_mine(link->hub))
-        phx_rpc_free(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32));
-}
-
 void phx_rpc_wait_room(phx_rpc_link *link, uint64_t taken)
 {
     if (cannot_send(link))
@@ -147,87 +92,96 @@ uint64_t phx_rpc_taken(phx_rpc_link *link)
     return atomic_load_explicit(&link->own->ring.tail, memory_order_acquire);
 }
 
-/* -- to several processes at once ---------------------------------------------------------------------------------- */
+/* -- large images ---------------------------------------------------------------------------------------------------- */
 
-void phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *shared)
+int phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *shared)
 {
-    struct phx_rpc_loans *loans = &hub->loans;
-    struct phx_rpc_block block;
+    struct phx_rpc_slab *slab = &hub->slab;
+    const uint64_t nbytes = sum(pieces, sizes);
     *shared = 0;
     if (!phx_rpc_mine(hub) || atomic_load(&hub->shut))
-        return;
-    phx_rpc_collect(loans, 0);
-    if (copy_in(&loans->slab, pieces, data, sizes, &block))
-        return;
-    pthread_mutex_lock(&loans->lock);
-    loans->holders[block.block] = 1;
-    pthread_mutex_unlock(&loans->lock);
-    *shared = (uint64_t)block.sequence << 32 | block.block;
+        return PHX_PEER_LOST;
+    if (nbytes > slab->bytes / 2)
+        return PHX_BAD_ARGUMENT;
+    phx_rpc_collect(hub, 0);
+    const int status = phx_rpc_allocate(slab, nbytes, shared);
+    if (status) {
+        *shared = 0;
+        return status;
+    }
+    char *to = slab->data + slab->blocks[(uint32_t)*shared].at;
+    for (uint64_t done = 0; done < nbytes;) {
+        const uint64_t some = nbytes - done < TURN_BYTES ? nbytes - done : TURN_BYTES;
+        gather(to + done, pieces, data, sizes, done, some, nbytes >= STREAM_FROM);
+        done += some;
+        if (done < nbytes)
+            sched_yield();
+    }
+    return PHX_OK;
 }
 
 void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t *shared)
 {
-    const uint64_t handle = *shared;
-    struct phx_rpc_block block;
-    *shared = 0;
-    if (!phx_rpc_mine(hub) ||
-        !phx_rpc_find(&hub->loans.slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
+    if (!phx_rpc_mine(hub))
         return;
-    pthread_mutex_lock(&hub->loans.lock);
-    phx_rpc_let_go(&hub->loans, &block);
-    pthread_mutex_unlock(&hub->loans.lock);
+    pthread_mutex_lock(&hub->slab.lock);
+    struct phx_rpc_block *block = phx_rpc_find(&hub->slab, *shared);
+    if (block)
+        phx_rpc_let_go(block);
+    pthread_mutex_unlock(&hub->slab.lock);
+    *shared = 0;
 }
 
-/* Enter a loan. Returns its number, or PHX_RPC_LOANS if there are too many. */
-static uint32_t enter(struct phx_rpc_loans *loans, phx_rpc_link *link, const struct phx_rpc_block *block,
-                      uint32_t *sequence)
+/* Enter a loan, and describe it. */
+static int enter(phx_rpc_link *link, uint64_t handle, int several, struct phx_rpc_lent *lent)
 {
-    pthread_mutex_lock(&loans->lock); /* phx_rpc_shut() takes everything back under it */
-    uint32_t number = atomic_load(&link->hub->shut) ? PHX_RPC_LOANS : 0;
-    while (number < PHX_RPC_LOANS && loans->loans[number].link)
-        number++;
-    if (number < PHX_RPC_LOANS) {
-        if (++loans->sequence == 0)
-            loans->sequence = 1;
-        *sequence = loans->sequence;
-        loans->loans[number] = (struct phx_rpc_loan){.link = link, .block = *block, .sequence = *sequence};
-        atomic_store_explicit(&link->own->returned[number], 0, memory_order_relaxed);
-        loans->holders[block->block]++;
-        loans->used++;
+    phx_rpc_hub *hub = link->hub;
+    pthread_mutex_lock(&hub->slab.lock); /* phx_rpc_shut() takes everything back under it */
+    struct phx_rpc_block *block = phx_rpc_find(&hub->slab, handle);
+    int status = atomic_load(&hub->shut)       ? PHX_PEER_LOST
+                 : !block                      ? PHX_BAD_ARGUMENT
+                 : hub->lent == PHX_RPC_BLOCKS ? PHX_UNDER_WAY
+                                               : PHX_OK;
+    const uint32_t number = (uint32_t)handle;
+    for (uint32_t i = 0; several && !status && i < hub->lent; i++)
+        if (hub->loans[i].link == link && hub->loans[i].block == number)
+            status = PHX_BAD_ARGUMENT; /* its release could be that of either */
+    if (!status) {
+        const int is_half_full = hub->slab.used > PHX_RPC_BLOCKS / 2 || block->at + block->nbytes > hub->slab.bytes / 2;
+        *lent = (struct phx_rpc_lent){
+            .at = block->at,
+            .nbytes = block->nbytes,
+            .block = number | (several ? PHX_RPC_SEVERAL : 0) | (is_half_full ? PHX_RPC_COPY : 0),
+            .sequence = block->sequence,
+            .call = lent->call};
+        hub->loans[hub->lent++] = (struct phx_rpc_loan){.link = link, .block = number, .sequence = block->sequence};
+        atomic_store_explicit(&link->own->released[number], 0, memory_order_relaxed);
+        block->holders++;
         phx_rpc_hold(link);
     }
-    pthread_mutex_unlock(&loans->lock);
-    return number;
+    pthread_mutex_unlock(&hub->slab.lock);
+    return status;
 }
 
-int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call)
+int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call, int several)
 {
-    struct phx_rpc_end_of_ring *out = &link->out;
-    struct phx_rpc_loans *loans = &link->hub->loans;
     struct phx_rpc_lent lent = {.call = call};
-    struct phx_rpc_block block;
+    struct phx_rpc_image image;
     if (cannot_send(link))
         return PHX_PEER_LOST;
-    if (!atomic_load_explicit(&link->other->borrows, memory_order_acquire) ||
-        !phx_rpc_find(&loans->slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
-        return PHX_BAD_ARGUMENT;
-    struct phx_rpc_image image;
-    memcpy(&image, loans->slab.data + block.at, sizeof image);
-    image.call = call;
-    lent.block = block;
-    lent.block.block = enter(loans, link, &block, &lent.block.sequence);
-    if (lent.block.block == PHX_RPC_LOANS)
+    if (several && !atomic_load_explicit(&link->other->borrows, memory_order_acquire))
         return PHX_BAD_ARGUMENT;
     pthread_mutex_lock(&link->sending);
-    void *place = phx_rpc_reserve(out, PHX_RPC_LENT, sizeof lent);
-    if (place) {
+    void *place = phx_rpc_reserve(&link->out, PHX_RPC_LENT, sizeof lent);
+    const int status = place ? enter(link, handle, several, &lent) : no_room(link, &link->out);
+    if (!status) {
+        memcpy(&image, link->hub->slab.data + lent.at, sizeof image);
+        image.call = call;
         memcpy(place, &lent, sizeof lent);
-        phx_rpc_publish(out, sizeof lent);
-    } else /* as if it had been received and returned */
-        atomic_store_explicit(&link->own->returned[lent.block.block], lent.block.sequence, memory_order_release);
-    const int status = place ? PHX_OK : no_room(link, out);
+        phx_rpc_publish(&link->out, sizeof lent);
+    }
     pthread_mutex_unlock(&link->sending);
-    if (place)
+    if (!status)
         ring_for(link, &image);
     return status;
 }
