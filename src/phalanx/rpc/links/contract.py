@@ -47,32 +47,22 @@ class SentToMany(list[Buffer]):
 
     A link may make one copy of such a message that all receivers read. It is given up with
     :meth:`close`, when the last message has been sent; receivers keep what they have.
+
+    Attributes:
+        handle: names the copy; 0 if there is none. Its maker writes it here, because what a function returns could be
+            lost: a signal's handler may raise as soon as it has returned.
+        give_up: gives the copy up, and writes 0 there; None before there is one.
     """
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
         super().__init__(buffers)
-        self._copies: dict[object, tuple[c_uint64, Callable[[c_uint64], None]]] = {}
-
-    def copy_of(self, owner: object, make: Callable[[c_uint64], None], give_up: Callable[[c_uint64], None]) -> int:
-        """Return the handle of ``owner``'s copy; 0 if it could not be made.
-
-        Args:
-            owner: who can lend the copy.
-            make: makes it if there is none, and writes its handle, which is 0 before. What it returned could be lost: a
-                signal's handler may raise as soon as it has returned.
-            give_up: gives it up, and writes 0 into the handle. May be called again.
-        """
-        if owner not in self._copies:
-            handle = c_uint64()
-            self._copies[owner] = handle, give_up
-            make(handle)
-        return self._copies[owner][0].value
+        self.handle = c_uint64()
+        self.give_up: Callable[[c_uint64], None] | None = None
 
     def close(self) -> None:
-        """Give the copies up."""
-        for handle, give_up in self._copies.values():
-            give_up(handle)
-        self._copies.clear()
+        """Give the copy up."""
+        if self.give_up is not None:
+            self.give_up(self.handle)
 
 
 class Kind(IntEnum):

@@ -245,9 +245,11 @@ class SharedLink(Link):
 
     def _send_large(self, message: Message, until: float) -> None:
         self.check(message)
-        if isinstance(message.buffers, SentToMany):
-            handle = message.buffers.copy_of(self._hub, partial(self._share, message, until), self._hub._unshare)
-            lend = partial(self._core.phx_rpc_lend, self._handle, handle, message.call, True)
+        if isinstance(many := message.buffers, SentToMany):
+            if many.give_up is None:
+                many.give_up = self._hub._unshare
+                self._share(message, until, many.handle)
+            lend = partial(self._core.phx_rpc_lend, self._handle, many.handle, message.call, True)
             if self._put(lend, until) != Status.BAD_ARGUMENT:  # else it has that already, and gets one of its own
                 return
         own = c_uint64()
