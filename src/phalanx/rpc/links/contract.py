@@ -127,7 +127,7 @@ class Receiver(Protocol):
 class Link(ABC):
     """A link to one other process.
 
-    Messages of up to ``SMALL_BYTES`` overtake larger ones that are on their way. Among the small ones, and among the
+    Messages of up to ``SMALL_BYTES`` may overtake larger ones on their way. Among the small ones, and among the
     large ones, the order is kept, and each arrives once. All methods may be called from any thread.
     """
 
