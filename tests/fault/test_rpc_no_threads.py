@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tests.rpc.workers import add, next_of, open_gate, use_tcp, wait_for_gate, with_workers
+from tests.rpc.workers import add, next_of, use_tcp
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, on_ranks
 
 from phalanx import rpc
-from phalanx.errors import BackendError, CallTimeout
+from phalanx.errors import BackendError
 
 START = next(name for name in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, name))
 
@@ -72,15 +72,3 @@ def test_one_that_cannot_become_a_worker_can_later(tcp: bool) -> None:
         rpc.shutdown()
 
     on_ranks(body, 2)
-
-
-def test_call_that_cannot_be_watched_is_not_made() -> None:
-    def body(member: Member) -> None:
-        with refused(1), pytest.raises(BackendError, match=r"no more threads .*ulimit -u"):
-            rpc.call(next_of(member), add, 1, 1, timeout_s=0.2)  # due before the next one
-        with pytest.raises(CallTimeout):  # what is called when there are threads again ends in time
-            rpc.call(next_of(member), wait_for_gate, timeout_s=0.3)
-        rpc.call(next_of(member), open_gate)
-        assert rpc.call(next_of(member), add, member.rank, 1) == member.rank + 1
-
-    with_workers(body, 2)

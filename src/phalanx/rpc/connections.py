@@ -153,6 +153,7 @@ class Connections:
         self._members, self._receiver, self._found_gone = members, receiver, found_gone
         self._key, self._encrypt = key, encrypt
         self._me: Member | None = None
+        self._attend: Callable[[float], float] = lambda now: math.inf
         self._lock = threading.Lock()  # guards the next two, and the link of each peer
         self._closed = False
         self._peers: dict[int, Peer] = {}
@@ -174,9 +175,15 @@ class Connections:
             self._stop_listening()
             raise
 
-    def start(self, me: Member) -> None:
-        """Accept connections from now on, as this worker."""
-        self._me = me
+    def start(self, me: Member, attend: Callable[[float], float]) -> None:
+        """Accept connections from now on, as this worker.
+
+        Args:
+            me: this worker.
+            attend: is called on this object's thread, with the time, by ``time.monotonic`` and soon after :meth:`wake`.
+                It returns when it is to be called again.
+        """
+        self._me, self._attend = me, attend
         self._enter(self.peer(me), OwnLink(self._receiver))
         start(self._thread)
 
@@ -441,7 +448,7 @@ class Connections:
     def _add(self, peer: Peer, link: SocketLink) -> Link:
         self._enter(peer, link)
         link.begin()
-        self._ring()  # to look at the links from now on
+        self.wake()  # to look at the links from now on
         return link
 
     # -- the thread --------------------------------------------------------------------------------
@@ -457,14 +464,15 @@ class Connections:
                 for link in links:
                     link.look()
                 look_at = now + LOOK_S
-            due = min(self._door.tend(now), look_at)
+            due = min(self._door.tend(now), look_at, self._attend(now))
             for key, _ in self._selector.select(None if due == math.inf else max(0.0, due - now)):
                 try:
                     key.data()
                 except Exception as error:  # the other connections go on
                     tell(f"warning: a connection of RPC failed: {error!r}")
 
-    def _ring(self) -> None:
+    def wake(self) -> None:
+        """Have the thread look at what there is to do."""
         with self._lock:
             if self._bell >= 0:
                 os.eventfd_write(self._bell, 1)
@@ -475,7 +483,7 @@ class Connections:
 
     def _stop_listening(self) -> None:
         self._closed = True
-        self._ring()
+        self.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         for thread, sock in list(self._welcoming.items()):

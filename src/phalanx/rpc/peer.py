@@ -19,7 +19,6 @@ from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import Kind, Link, Message
 from phalanx.rpc.members import Member
-from phalanx.system.threads import start
 
 if TYPE_CHECKING:
     from phalanx.rpc.serving import Incoming
@@ -183,10 +182,11 @@ def facts_of(worker: Member, asked: str, line: str) -> dict[str, Any]:
 
 
 class Calls:
-    """The calls to all peers: room for them, and one thread that ends those whose time is over.
+    """The calls to all peers: room for them, and the end of those whose time is over.
 
     Args:
         peers: returns all peers.
+        wake: has the thread that calls :meth:`attend` do so soon.
         run: calls a function with arguments on a thread that may block.
         late: is called with those whose time is over, which are no longer under way.
         cancelled: is called with each that the caller has given up, which is no longer under way either.
@@ -201,6 +201,7 @@ class Calls:
     def __init__(
         self,
         peers: Callable[[], list[Peer]],
+        wake: Callable[[], None],
         run: Callable[..., None],
         late: Callable[[list[Call]], None],
         cancelled: Callable[[Call], None],
@@ -210,13 +211,11 @@ class Calls:
         self.pid = os.getpid()
         self.number = itertools.count(1).__next__
         self.run = run
-        self._peers = peers
+        self._peers, self._wake = peers, wake
         self._late, self._cancelled, self._long, self._long_s = late, cancelled, long, long_s
         self._seen_s = min(_SEEN_S, long_s)
-        self._changed = threading.Condition()  # guards the next three
+        self._lock = threading.Lock()  # guards the next
         self._next = math.inf
-        self._thread: threading.Thread | None = None
-        self._closed = False
         self._shown: Call | None = None  # what the launcher knows of
         self._room = threading.Condition()
         self._waiting = 0  # for room; guarded by _room, and read without it
@@ -231,13 +230,9 @@ class Calls:
         call.peer.calls[call.number] = call
         due = min(call.until, call.note_at)
         if due < self._next:
-            with self._changed:
-                if self._thread is None and not self._closed:
-                    thread = threading.Thread(target=self._watch, name="phalanx-rpc-timeouts", daemon=True)
-                    start(thread)
-                    self._thread = thread
+            with self._lock:
                 self._next = min(self._next, due)
-                self._changed.notify()
+            self._wake()
 
     def take(self, peer: Peer, number: int) -> Call | None:
         """Remove a call, for whoever completes it; None if somebody has done so."""
@@ -318,33 +313,18 @@ class Calls:
         if oldest is not None and not oldest.is_under_way():  # it has returned meanwhile
             self._show()
 
-    def close(self) -> None:
-        """End the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def _watch(self) -> None:
-        while True:
-            with self._changed:
-                now = time.monotonic()
-                if self._next > now and not self._closed:
-                    self._changed.wait(min(self._next - now, 3600.0))
-                if self._closed:
-                    return
-                now = time.monotonic()
-                if self._next > now:
-                    continue
+    def attend(self, now: float) -> float:
+        """End the calls whose time is over, and tell of those that take long; return when to do so again."""
+        if self._next <= now:
+            with self._lock:
                 self._next = math.inf
             due = self._attend(now)
-            with self._changed:
+            with self._lock:
                 self._next = min(self._next, due)
+        return self._next
 
     def _attend(self, now: float) -> float:
-        """End the calls whose time is over, and tell of those that take long; when to do so again.
-
-        The thread, which may then sleep for long, keeps none of them.
-        """
+        # In a function of its own: the thread, which may then sleep for long, keeps none of the calls.
         if late := [call for call in self.all() if call.until <= now and self._give_up(call)]:
             self._late(late)
         noted = [call for call in self.all() if call.note_at <= now]

@@ -89,7 +89,15 @@ class Worker:
             self._handlers.close()
             self.directory.close()
             raise
-        self._calls = Calls(self._connections.peers, self.run, self._on_late, self._tell_of_end, self._on_long, long_s)
+        self._calls = Calls(
+            self._connections.peers,
+            self._connections.wake,
+            self.run,
+            self._on_late,
+            self._tell_of_end,
+            self._on_long,
+            long_s,
+        )
         self._serving = Serving(self._handlers, self._connections.peers, typed_only=typed_only)
         self.active_at = self._serving.active_at
         self.inquiries = Inquiries(self._connections, self.request)
@@ -99,7 +107,7 @@ class Worker:
             for register in equip:
                 register(self)
             self._mark = Mark(place_name(self.me))
-            self._connections.start(self.me)
+            self._connections.start(self.me, self._calls.attend)
             self.directory.join(self.me, self._connections.is_there)
         except BaseException:
             self.close()
@@ -263,7 +271,6 @@ class Worker:
             within(LEAVE_S, lambda: self.directory.leave(self.me, LEFT))
         peers = self._connections.peers()
         self._connections.close()
-        self._calls.close()
         self._handlers.close()
         self.directory.close()
         for peer in {*peers, *self._connections.peers()}:
