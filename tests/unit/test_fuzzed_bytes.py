@@ -54,8 +54,8 @@ from phalanx.membership.table import Table
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.rpc import connections
 from phalanx.rpc.failure import Failure
-from phalanx.rpc.links.contract import Kind, Link, Message
-from phalanx.rpc.links.shared import Box, Damaged, pack, received
+from phalanx.rpc.links.contract import Kind, Message
+from phalanx.rpc.links.shared import Box, Damaged, image_of, received
 from phalanx.rpc.members import Member
 from phalanx.rpc.services import Signature
 from phalanx.system.foreign_values import checked, is_number, read_json
@@ -207,8 +207,8 @@ def example(x: torch.Tensor, count: int, names: list[str], scale: float = 1.0) -
 
 
 def of_workers() -> Iterator[Parser]:
-    image = pack(Message(Kind.REQUEST, 1, "call", pickle.dumps(Bomb()), [memoryview(b"abc")]), Link.SMALL_BYTES)
-    assert image is not None
+    message = Message(Kind.REQUEST, 1, "call", pickle.dumps(Bomb()), [memoryview(b"abc")])
+    image = b"".join(image_of(message)[1])
     box = Box()
 
     def boxed(data: bytes) -> object:

@@ -41,7 +41,7 @@ from phalanx.rpc.links.contract import (
 )
 from phalanx.words import format_gib, tell
 
-__all__ = ["Box", "Damaged", "Offer", "SharedHub", "SharedLink", "pack", "received"]
+__all__ = ["Box", "Damaged", "Offer", "SharedHub", "SharedLink", "image_of", "received"]
 
 # Of address space for the large messages of a worker; memory is taken when it is first used.
 SLAB_BYTES = min(64 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 16 << 16)
@@ -85,8 +85,8 @@ class Damaged(Exception):
     """Memory that was received and holds no message."""
 
 
-def _parts(message: Message) -> tuple[int, list[bytes | memoryview]]:
-    """Return how many bytes the image has, and its parts in order."""
+def image_of(message: Message) -> tuple[int, list[bytes | memoryview]]:
+    """Return how many bytes the image of a message has, and its parts in order."""
     service, head, buffers = encode_service(message.service), message.head, message.buffers
     at = _HEADER.size + 8 * len(buffers) + len(service) + len(head)
     parts: list[bytes | memoryview] = [b"", service, head]
@@ -101,17 +101,9 @@ def _parts(message: Message) -> tuple[int, list[bytes | memoryview]]:
     return at, parts
 
 
-def pack(message: Message, small: int) -> bytes | None:
-    """Make the image of a message of at most ``small`` bytes; None if it has more, or its image is no small one."""
-    if message.nbytes > small:
-        return None
-    nbytes, parts = _parts(message)
-    return b"".join(parts) if nbytes <= LARGEST_SMALL else None
-
-
-def pieces(message: Message) -> tuple[int, Any, Any, object]:
-    """Take a large image apart as it lies in several places: their number, addresses and sizes, and their owners."""
-    places = [np.frombuffer(part, np.uint8) for part in _parts(message)[1] if len(part)]
+def places_of(parts: list[bytes | memoryview]) -> tuple[int, Any, Any, object]:
+    """Return where the parts of a large image lie: their number, addresses and sizes, and their owners."""
+    places = [np.frombuffer(part, np.uint8) for part in parts if len(part)]
     number = len(places)
     addresses = (c_void_p * number)(*[place.__array_interface__["data"][0] for place in places])
     return number, addresses, (c_uint64 * number)(*[place.nbytes for place in places]), places
@@ -236,37 +228,43 @@ class SharedLink(Link):
 
     def send(self, message: Message, timeout_s: float) -> None:
         """See :class:`Link`."""
-        image = pack(message, self.SMALL_BYTES)
-        if image is None:
-            self._send_large(message, time.monotonic() + timeout_s)
-        elif self._send(self._handle, image, len(image)):
+        try:
+            nbytes, parts = image_of(message)
+        except struct.error:  # the header has no room for such a number
+            self.check(message)
+            raise
+        if nbytes > LARGEST_SMALL:
+            self._send_large(message, nbytes, parts, time.monotonic() + timeout_s)
+            return
+        image = b"".join(parts)
+        if self._send(self._handle, image, len(image)):
             attempt = partial(self._send, self._handle, image, len(image))
             self._put(attempt, time.monotonic() + timeout_s)
 
-    def _send_large(self, message: Message, until: float) -> None:
-        self.check(message)
+    def _send_large(self, message: Message, nbytes: int, parts: list[bytes | memoryview], until: float) -> None:
+        share = partial(self._share, nbytes, parts, until)
         if isinstance(many := message.buffers, SentToMany):
             if many.give_up is None:
                 many.give_up = self._hub._unshare
-                self._share(message, until, many.handle)
+                share(many.handle)
             lend = partial(self._core.phx_rpc_lend, self._handle, many.handle, message.call, True)
             if self._put(lend, until) != Status.BAD_ARGUMENT:  # else it has that already, and gets one of its own
                 return
         own = c_uint64()
         try:
-            self._share(message, until, own)
+            share(own)
             self._put(partial(self._core.phx_rpc_lend, self._handle, own, message.call, False), until)
         finally:
             self._hub._unshare(own)
 
-    def _share(self, message: Message, until: float, shared: c_uint64) -> None:
-        """Copy a large message to where others can read it; write the handle of that."""
-        *where, owners = pieces(message)
+    def _share(self, nbytes: int, parts: list[bytes | memoryview], until: float, shared: c_uint64) -> None:
+        """Copy a large image to where others can read it; write the handle of that."""
+        *where, owners = places_of(parts)
         status = self._put(partial(self._core.phx_rpc_share, self._hub._handle, *where, shared), until)
         del owners
         if status == Status.BAD_ARGUMENT:
             raise EncodingError(
-                f"a message of {format_gib(message.nbytes)} cannot be sent by {self.name}: at most "
+                f"a message of {format_gib(nbytes)} cannot be sent by {self.name}: at most "
                 f"{format_gib(self._hub._slab_bytes // 2)} are possible. Send the value in several calls"
             )
 
