@@ -2,8 +2,8 @@
  * is the shared memory, on which stand memory.h and ring.h; on these hub.h, the private side; on that send.c and receive.c.
  *
  * A *hub* is a process's end of all its *links*; a link goes to one other process. A message is an *image*: one piece of
- * memory that begins with a phx_rpc_image, which is all that the core reads (rpc/links/shared.py has the rest). They arrive in the order in which
- * they are sent, a large one when it has been copied to where its receiver reads it (phx_rpc_put).
+ * memory that begins with a phx_rpc_image, which is all that the core reads (rpc/links/shared.py has the rest). Images arrive
+ * in the order in which they are sent. A large one is copied first to where its receivers read it (phx_rpc_share).
  *
  * No call sleeps longer than about PHX_RPC_NAP_NS, so that Python can handle signals between two calls: a function
  * that waits returns PHX_UNDER_WAY if there is nothing yet, and its caller calls it again. In a forked child, every
