@@ -204,7 +204,7 @@ def test_what_a_rank_starts_gets_its_signals_as_ever(launcher: Launcher) -> None
     ended = launcher.run(*PLAIN, "-n", "2", launcher.script("""
         import multiprocessing, os, signal, sys, time, torch, phalanx
         rank = os.getpid()
-        signal.signal(signal.SIGUSR1, lambda *_: print("own" if os.getpid() == rank else "worker", flush=True))
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"own\\n" if os.getpid() == rank else b"worker\\n"))
         world = phalanx.init(quiet=True)
         world.should_stop()
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
