@@ -78,7 +78,6 @@ struct phx_rpc_link {
     struct phx_rpc_place *peer; /* the other process's; its slab follows */
     char *their_slab, *private_slab; /* the second is the same, mapped privately; NULL if that could not be */
     uint64_t slab_bytes;
-    _Atomic uint64_t their_touched, private_touched; /* how far each is mapped */
     struct phx_process process;
     uint32_t pid;
     int pidfd;

@@ -12,16 +12,11 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "rpc/hub.h"
-
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
-#endif
 
 enum step {
     PHX_RPC_NOTHING, /* there is nothing for this thread */
@@ -263,28 +258,6 @@ again:
     return 0;
 }
 
-/* Map a slab's new pages at once, which is quicker than a page fault for each. */
-static void map_pages(const struct phx_rpc_box *box)
-{
-    if (box->block == PHX_RPC_INLINE)
-        return;
-    phx_rpc_link *link = (phx_rpc_link *)(uintptr_t)box->link;
-    const int is_private = (box->block & PHX_RPC_SEVERAL) != 0;
-    _Atomic uint64_t *touched = is_private ? &link->private_touched : &link->their_touched;
-    const uint64_t end = box->where - (uintptr_t)(is_private ? link->private_slab : link->their_slab) + box->nbytes;
-    if (end <= atomic_load_explicit(touched, memory_order_relaxed))
-        return;
-    atomic_store_explicit(touched, end, memory_order_relaxed);
-    const uint64_t before = box->where % phx_rpc_page_bytes();
-    (void)!madvise((void *)(uintptr_t)(box->where - before), box->nbytes + before, MADV_POPULATE_READ);
-}
-
-static void took(struct phx_rpc_box *box, uint32_t taken)
-{
-    box->taken = taken + 1;
-    map_pages(box);
-}
-
 static int sleep_on(phx_rpc_hub *hub, uint32_t bell, uint32_t bits, uint64_t nap_ns, int serves)
 {
     const uint64_t until = phx_now_ns() + nap_ns;
@@ -382,7 +355,7 @@ int phx_rpc_next(phx_rpc_hub *hub, struct phx_rpc_box *box)
     const int status = receive(hub, box, NULL, 0);
     box->idle = atomic_fetch_sub(&hub->serving, 1) - 1;
     if (status == PHX_OK)
-        took(box, taken);
+        box->taken = taken + 1;
     return status;
 }
 
@@ -407,7 +380,7 @@ int phx_rpc_await(phx_rpc_hub *hub, phx_rpc_link *link, uint64_t call, uint32_t 
         pthread_mutex_unlock(&hub->lock);
     }
     if (status == PHX_OK)
-        took(box, taken);
+        box->taken = taken + 1;
     return status;
 }
 
