@@ -88,13 +88,13 @@ def test_small_call_is_answered_while_a_large_message_is_on_its_way(tcp: bool) -
     with_workers(body, 2, tcp=tcp)
 
 
-def test_receiver_may_keep_more_messages_than_the_memory_between_two_has_places_for() -> None:
+def test_receiver_may_keep_more_than_a_slab_has_room_for() -> None:
     def body(member: Member) -> None:
-        kept = [rpc.call(workers.next_of(member), torch.full, (20_000,), number) for number in range(1500)]
+        kept = [rpc.call(workers.next_of(member), torch.full, (20_000,), number) for number in range(150)]
         assert all(tensor.eq(number).all() for number, tensor in enumerate(kept))
         member.meet("kept")
 
-    with_workers(body, 2)
+    with_workers(body, 2, before=small_slab)
 
 
 def test_message_of_more_than_half_of_the_memory_is_refused_both_ways() -> None:

@@ -153,7 +153,7 @@ class Connections:
         self._members, self._receiver, self._found_gone = members, receiver, found_gone
         self._key, self._encrypt = key, encrypt
         self._me: Member | None = None
-        self._attend: Callable[[float], float] = lambda now: math.inf
+        self._attend: Callable[[float], float]  # from start() on
         self._lock = threading.Lock()  # guards the next two, and the link of each peer
         self._closed = False
         self._peers: dict[int, Peer] = {}

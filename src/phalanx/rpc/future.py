@@ -174,7 +174,7 @@ class Future(Generic[T]):
 
 
 class _Following(Future[Any]):
-    """What a function makes of the value of another future."""
+    """Future of what a function makes of another future's value."""
 
     __slots__ = ("_before",)
 

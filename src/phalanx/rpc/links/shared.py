@@ -324,7 +324,7 @@ class SharedLink(Link):
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where another process of this host finds the memory of a link to this one.
+    """Offer of a link to one other process of this host: how that finds its memory.
 
     Attributes:
         pid: this process, in the /proc that both see.

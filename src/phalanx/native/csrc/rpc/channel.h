@@ -103,15 +103,15 @@ struct phx_rpc_record {
 };
 enum phx_rpc_type { PHX_RPC_SKIP = 1, PHX_RPC_IMAGE, PHX_RPC_LENT };
 
-/* What a PHX_RPC_LENT record says: where in the sender's slab an image lies, which block that is, with PHX_RPC_COPY and
- * PHX_RPC_SEVERAL (rpc.h) in its number, and the call that the image is for here. */
+/* The content of a PHX_RPC_LENT record: the image's place in the sender's slab; its block, with PHX_RPC_COPY and
+ * PHX_RPC_SEVERAL (rpc.h) in the number; and the call that the image is for here. */
 struct phx_rpc_lent {
     uint64_t at, nbytes;
     uint32_t block, sequence;
     uint64_t call;
 };
 
-/* Where the rings of a channel begin, at a page; that of side 1 follows that of side 0. */
+/* Return where the rings of a channel begin, at a page; that of side 1 follows that of side 0. */
 static inline uint64_t phx_rpc_rings_at(void)
 {
     return (sizeof(struct phx_rpc_channel) + PHX_RPC_LARGEST_PAGE - 1) / PHX_RPC_LARGEST_PAGE * PHX_RPC_LARGEST_PAGE;
