@@ -199,7 +199,9 @@ class Agent:
 
     def turn(self) -> RankStart | None:
         """Wait for something, and act on it. Returns in each rank its start."""
-        for key, _ in self.selector.select(self._due_in_s()):
+        ready = self.selector.select(self._due_in_s())
+        self._on_wakeup()  # first: who reads what a rank has printed may rely on what it has said before
+        for key, _ in ready:
             key.data()
         if self.asked:
             self.on_asked()
