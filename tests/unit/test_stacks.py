@@ -109,9 +109,11 @@ def test_a_fault_of_the_program_itself_ends_it_as_before(tmp_path: Path) -> None
 
 
 SPINS = """
+    import collections, threading
     from phalanx.diagnosis.stacks import Mark
 
     mark = Mark("test-spins")
+    threading.Thread(target=collections.deque, args=(iter(threading.active_count, 0), 0), daemon=True).start()
 
     def spins():
         print("up", flush=True)
@@ -123,10 +125,13 @@ SPINS = """
 
 
 def test_many_that_ask_at_once_each_read_a_whole_stack(patient: None, tmp_path: Path) -> None:
-    """A stack of which only the end was read would begin with a caller. A stopped process is not waited for."""
+    """A stack of which only the end was read would begin with a caller. A stopped process is not waited for.
+
+    Not all ask the same threads.
+    """
     found: list[str] = []
     with running(tmp_path, SPINS) as process:
-        ask = lambda: found.extend(place_of_main(process.pid).split(" ")[0] for _ in range(20))  # noqa: E731
+        ask = lambda: found.extend(place_of(process.pid, "test-spins").split(" ")[0] for _ in range(20))  # noqa: E731
         threads = [threading.Thread(target=ask) for _ in range(3)]
         for thread in threads:
             thread.start()

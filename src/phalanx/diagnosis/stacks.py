@@ -7,8 +7,8 @@ code: a copy costs some 40 ms for each GiB of memory. If the copy could not, who
 (:func:`was_changed`).
 
 A process that others of its user may look at has one file in memory for that (:func:`be_seen`). Only its handler writes
-there, behind what is there. Others find the file through /proc, ask by a signal, and take the first whole stack that
-comes then, whoever of them has asked for it.
+there, behind what is there. Others find the file through /proc, lock it, since two threads would write at once, ask by
+a signal, and take the first whole stack that comes then.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def _place(pid: int, threads: Iterable[int], patience_s: float) -> str:
     start = start_of(pid)
     path = memory_file(pid, _stacks_of(pid))
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        _lock(file.fileno(), patience_s)
         for thread in threads:
             frames = frames_of(_ask(pid, start, thread, file.fileno(), patience_s))
             for frame in frames:
@@ -207,6 +208,19 @@ def memory_file(pid: int, name: str) -> str:
                 if os.readlink(path).startswith(f"/memfd:{name} "):
                     return path
     return ""
+
+
+def _lock(file: int, patience_s: float) -> None:
+    """Have nobody else ask until the file is closed; OSError if others ask for too long, or are stopped meanwhile."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_LOOK_S)
 
 
 def _ask(pid: int, start: int, thread: int, file: int, patience_s: float) -> str:
