@@ -358,7 +358,7 @@ class EncodingError(PhalanxError):
         """Unpickling failed; ``error`` says how."""
         return cls(
             f"a value that has arrived cannot be rebuilt: {type(error).__name__}: {error}. What it is made of must be "
-            f"importable here under the same name, and what the script defines be there before rpc.init()"
+            f"importable here under the same name, and what the script defines must be there before rpc.init()"
         )
 
 

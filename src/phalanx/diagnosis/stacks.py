@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.diagnosis.call_site import OWN, is_library
@@ -183,8 +183,7 @@ def place_of_main(pid: int) -> str:
 def _place(pid: int, threads: Iterable[int], patience_s: float) -> str:
     start = start_of(pid)
     path = memory_file(pid, _stacks_of(pid))
-    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
-        _lock(file.fileno(), patience_s)
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file, _locked(file.fileno(), patience_s):
         for thread in threads:
             frames = frames_of(_ask(pid, start, thread, file.fileno(), patience_s))
             for frame in frames:
@@ -210,17 +209,22 @@ def memory_file(pid: int, name: str) -> str:
     return ""
 
 
-def _lock(file: int, patience_s: float) -> None:
-    """Have nobody else ask until the file is closed; OSError if others ask for too long, or are stopped meanwhile."""
+@contextlib.contextmanager
+def _locked(file: int, patience_s: float) -> Iterator[None]:
+    """Have nobody else ask meanwhile; OSError if others do for too long, or are stopped while they do."""
     until = time.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            break
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise
         time.sleep(_LOOK_S)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
 
 
 def _ask(pid: int, start: int, thread: int, file: int, patience_s: float) -> str:

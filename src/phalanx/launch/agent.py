@@ -156,7 +156,7 @@ class Agent:
         for signum in _HANDLED:
             signal.signal(signum, self._on_signal)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
+        self.selector.register(self.wakeup[0], selectors.EVENT_READ, lambda: None)  # each turn reads it
         self.selector.register(link, selectors.EVENT_READ, self._read_orders)
         link.continue_when_called()
 
@@ -164,7 +164,7 @@ class Agent:
         if signum in _ASKED:
             self.asked = signum
 
-    def _on_wakeup(self) -> None:
+    def _read_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):
             # A rank sends SIGUSR1 when it has written its report, which may be long before it ends, or a word.
             if signal.SIGUSR1 in os.read(self.wakeup[0], 4096):
@@ -200,7 +200,7 @@ class Agent:
     def turn(self) -> RankStart | None:
         """Wait for something, and act on it. Returns in each rank its start."""
         ready = self.selector.select(self._due_in_s())
-        self._on_wakeup()  # first: who reads what a rank has printed may rely on what it has said before
+        self._read_wakeup()  # before a rank's output: what the rank said first is to arrive first
         for key, _ in ready:
             key.data()
         if self.asked:

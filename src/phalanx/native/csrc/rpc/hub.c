@@ -75,7 +75,6 @@ void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
     phx_wake(phx_low_half(&link->own->ring.tail));
 }
 
-
 /* A thread that still reads it may find another file under its number, but nothing at such an offset. */
 static void close_pagemap(phx_rpc_hub *hub)
 {
