@@ -19,6 +19,7 @@ from tests.support.ranks import Member, values
 
 from phalanx.errors import InitializationError
 from phalanx.membership import store_protocol
+from phalanx.membership.registration import Registration
 from phalanx.system.host import machine_name
 from phalanx.system.processes import own_sight
 from phalanx.transports.shm import segment
@@ -36,6 +37,18 @@ def refusal(by: str = "torch") -> tuple[str, int]:
         said = str(error)
     assert time.monotonic() - began < LIMIT_S, said
     return said, os.getpid()
+
+
+def come_together(member: Member, places: Places) -> None:
+    """Let nobody come after the failure, and so take it for one of an earlier attempt."""
+    own = Registration._come
+
+    def come(registration: Registration) -> None:
+        member.say(f"comes-{member.rank}")
+        member.await_said(*(f"comes-{number}" for number in range(len(places))))
+        own(registration)
+
+    pytest.MonkeyPatch().setattr(Registration, "_come", come)
 
 
 def on_host(number: int) -> None:
@@ -58,6 +71,7 @@ def test_both_processes_of_a_rank_name_each_other(by: str, rank: int, hosts: int
     places = [(0 if rank else 1, 3), (rank, 3), (rank, 3)]
 
     def body(member: Member) -> tuple[str, int]:
+        come_together(member, places)
         if hosts > 1:
             on_host(member.rank % hosts)
         told = refusal(by)
@@ -92,6 +106,7 @@ def test_both_processes_of_a_rank_name_each_other(by: str, rank: int, hosts: int
 )
 def test_processes_with_different_world_sizes_name_each_other(places: Places, hosts: int, torchrun: bool) -> None:
     def body(member: Member) -> tuple[str, int]:
+        come_together(member, places)
         if hosts > 1:
             on_host(member.rank % hosts)
         return refusal()
