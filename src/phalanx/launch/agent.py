@@ -644,11 +644,20 @@ class Agent:
         known = {other.pid for other in self.ranks.values()}
         marks = [f"{settings.RUN_ID}={self.start.run_id}".encode(), f"RANK={rank.plan.rank}".encode()]
         name = report_name(self.start.run_id, rank.plan.rank)
-        for orphan in processes.children_of(os.getpid()):
-            if orphan not in known and processes.belongs_to(orphan, rank.pid, name, marks):
-                for victim in [orphan, *processes.descendants_of([orphan])]:
-                    if not processes.is_resource_tracker(victim):
-                        processes.kill(victim)
+        killed: set[int] = set()
+        while True:  # each round finds what those of the round before have forked meanwhile, or orphaned
+            orphans = [
+                pid
+                for pid in processes.children_of(os.getpid())
+                if pid not in known and processes.belongs_to(pid, rank.pid, name, marks)
+            ]
+            victims = {*orphans, *processes.descendants_of(orphans)} - killed
+            if not victims:
+                return
+            for victim in victims:
+                if not processes.is_resource_tracker(victim):
+                    processes.kill(victim)
+            killed |= victims
 
     def _on_exit(self, part: int, status: int, at: float) -> None:
         assert self.start is not None
