@@ -144,6 +144,24 @@ def test_many_that_ask_at_once_each_read_a_whole_stack(patient: None, tmp_path: 
         assert time.monotonic() - began < LIMIT_S
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="faulthandler alone writes the stack, and of such a thread none")
+def test_thread_that_runs_no_python_is_not_waited_for(patient: None, tmp_path: Path) -> None:
+    program = """
+        import ctypes
+        from phalanx.diagnosis.stacks import Mark
+
+        mark, libc, thread = Mark("test-foreign"), ctypes.CDLL(None), ctypes.c_ulong()
+        libc.pthread_create(ctypes.byref(thread), None, ctypes.cast(libc.pause, ctypes.c_void_p), None)
+        print("up", flush=True)
+        input()
+    """
+    with running(tmp_path, program) as process:
+        foreign = max(map(int, os.listdir(f"/proc/{process.pid}/task")))
+        began = time.monotonic()
+        assert stacks._place(process.pid, [foreign, process.pid], 10 * LIMIT_S).startswith("<module> ")
+        assert time.monotonic() - began < LIMIT_S
+
+
 def descriptors() -> list[str]:
     """The files in memory that this process has for those who look at it."""
     names = []

@@ -29,6 +29,7 @@
 #define LONGEST_US 100000 /* how long a copy may use a core; a stack takes less than a hundredth of that */
 
 static const char unreadable[] = "\n" PHX_STACK_CHANGED "\n";
+static const char empty[] = "Stack (most recent call first):\n"; /* as faulthandler begins one */
 
 /* Of each signal: faulthandler's handler, and where that writes. Set before `on_asked` is installed for the signal. */
 static struct asking {
@@ -102,6 +103,7 @@ static void on_asked(int number, siginfo_t *info, void *context)
 {
     const int saved = errno;
     const struct asking *asking = &askings[number];
+    const off_t before = lseek(asking->fd, 0, SEEK_CUR);
     (void)info;
     if (may_link(context)) {
         int status = 0;
@@ -114,6 +116,9 @@ static void on_asked(int number, siginfo_t *info, void *context)
     } else {
         asking->handler(number);
     }
+    /* Of a thread that runs no Python, such as Gloo's, faulthandler writes nothing, and who has asked would wait. */
+    if (before >= 0 && lseek(asking->fd, 0, SEEK_CUR) == before)
+        (void)!write(asking->fd, empty, sizeof empty - 1);
     errno = saved;
 }
 
